@@ -162,8 +162,11 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     if request.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
     in_range(1, request.epochs, 10_000, "--epochs")
-    in_range(1, request.lora or 1, 4096, "--lora")
-    read_lines(request.data, f"{FLAG} {request.data}", InputLine, lambda line, number: line)
+    in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
+    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, lambda line, _: line)
+    if len(lines) < 2:
+        raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
+    in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
     job = prepare(request.build_request())
     check_place(request.out, job.source.folder, force=request.force)
     drafter = next(iter(job.plans.values())).drafter
@@ -188,13 +191,13 @@ def check_model(config: ModelConfig, how: Training) -> None:
             "trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
         )
     needed, there = how.memory(plain), physical_memory()
-    logger.warning("note: the training takes about %s of memory", format_size(needed))
     if there is not None and needed > there:
         smaller = "" if how.lora else ": --lora 16 takes less"
         raise UsageError(
             f"the training takes about {format_size(needed)} of memory, and this machine has "
             f"{format_size(there)}{smaller}"
         )
+    logger.warning("note: the training takes about %s of memory", format_size(needed))
 
 
 def write_texts(
@@ -232,8 +235,7 @@ def split_requests(
     for number, each in enumerate(found):
         check_room(engine, len(each.token_ids), each.params.max_tokens, f"{FLAG} {each.task_id}: ")
         found[number] = replace(each, params=add_seed(each.params, number))
-    count = len(found) // 10 if request.held_out is None else request.held_out
-    count = in_range(1, count or 1, len(found) - 1, "--held-out")
+    count = request.held_out or max(1, len(found) // 10)
     places = {i * len(found) // count for i in range(count)}
     held_out = [found[i] for i in sorted(places)]
     known = {(*each.token_ids,) for each in held_out}

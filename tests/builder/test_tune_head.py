@@ -3,29 +3,30 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.tune import training, tune_head
 from mtpbuild.builder.tune.chains import run_chain
 from mtpbuild.builder.tune.training import Batch, Trainer, Training, backward, batches_of
 from mtpbuild.builder.tune.tune_head import REPORT, write_head
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.verify.quality import acceptance_length
 from mtpbuild.builder.weights.head import join_head
 from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.streamed import StreamedModel, make_batches
-from mtpbuild.runtime import Engine, SamplingParams
-from tests.support.checkpoints import SMALLEST, random_checkpoint
+from mtpbuild.runtime.errors import BuildError
 from tests.support.families import make_family, save_family
 from tests.support.invoke import invoke, refusal
+from tests.support.stand_ins import failing
 
 CHAINS = [("gigachat", False), ("gigachat", True), ("glm-4.6", True), ("mimo", False),
           ("mimo", True), ("qwen3.5", True)]  # fmt: skip
@@ -99,13 +100,14 @@ def test_gradients_are_those_of_the_whole_loss(
                 losses.append(-(said.softmax(-1) * drafted).sum())
     loss = torch.stack(losses).mean()
     assert found == pytest.approx(loss.item(), rel=1e-4)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(loss, weights), strict=True):
-        assert gradient is not None
-        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-3)
+    whole = torch.autograd.grad(loss, weights, materialize_grads=True)
+    for gradient, wanted in zip(gradients, whole, strict=True):  # none: of an expert without tokens
+        found_one = torch.zeros_like(wanted) if gradient is None else gradient
+        torch.testing.assert_close(found_one, wanted, atol=1e-5, rtol=1e-3)
 
 
 @torch.no_grad()
-def forgetful(folder: Path, name: str = "gigachat") -> tuple[Path, PlainCausalLM]:
+def forgetful(folder: Path, name: str = "mimo") -> tuple[Path, PlainCausalLM]:
     """Save a model whose modules know nothing of what its trunk says."""
     plain = make_family(name)
     for k in range(1, plain.config.num_nextn_predict_layers + 1):
@@ -125,7 +127,7 @@ def written(plain: PlainCausalLM, count: int, seed: int) -> tuple[list[list[int]
 
 
 def trainer_of(
-    place: Path, folder: Path, plain: PlainCausalLM, how: Training, watch: Any = print
+    place: Path, folder: Path, plain: PlainCausalLM, how: Training, watch: Any = ignore
 ) -> Trainer:
     checkpoint = open_checkpoint(folder)
     _, texts = written(plain, 24, seed=1)
@@ -148,18 +150,16 @@ def shifted(*args: Any) -> Iterator[tuple[int, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "bug", "least", "most"),
+    ("how", "bug", "least", "most"),
     [
-        ("gigachat", EAGLE, None, 2.5, 4),
-        ("gigachat", replace(VANILLA, dtype="bf16"), None, 2.2, 3),
-        ("gigachat", replace(EAGLE, lora=8), None, 2.2, 4),
-        ("qwen3.5", EAGLE, None, 2.5, 4),
-        ("gigachat", EAGLE, shifted, 1, 1.5),
+        (EAGLE, None, 2.5, 4),
+        (replace(VANILLA, dtype="bf16"), None, 2.2, 3),
+        (replace(EAGLE, lora=8), None, 2.2, 4),
+        (EAGLE, shifted, 1, 1.5),
     ],
-    ids=["eagle", "vanilla bf16", "lora", "qwen", "shifted"],
+    ids=["eagle", "vanilla bf16", "lora", "shifted"],
 )
 def test_acceptance_rises_on_other_texts(
-    name: str,
     how: Training,
     bug: Callable[..., Any] | None,
     least: float,
@@ -168,7 +168,7 @@ def test_acceptance_rises_on_other_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(training, "run_chain", bug or run_chain)
-    folder, plain = forgetful(tmp_path, name)
+    folder, plain = forgetful(tmp_path)
     prompts, texts = written(plain, 6, seed=2)
 
     def measure() -> float:
@@ -180,10 +180,107 @@ def test_acceptance_rises_on_other_texts(
     weights = trainer.run()
     trunk = {n: w.clone() for n, w in plain.state_dict().items() if n not in weights}
     plain.load_state_dict(weights, strict=False)
-    print(measure())
     assert least <= measure() <= most
     write_head(trainer.model, weights, tmp_path)
     joined = join_head(open_checkpoint(folder), tmp_path, plain.config)
     for n in plain.state_dict():
         same = trainer.model.family.duplicates(plain.config).get(n, n)
         torch.testing.assert_close(joined.read(same), weights.get(n, trunk.get(n)))
+
+
+@pytest.mark.parametrize("how", [EAGLE, replace(VANILLA, lora=2)], ids=["whole", "lora"])
+def test_a_training_goes_on(how: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cut off after some steps, and the weights are those of one that never was."""
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    how = replace(how, epochs=1)
+    folder, plain = forgetful(tmp_path)
+    wanted = trainer_of(tmp_path, folder, plain, how).run()
+    (tmp_path / "state" / training.STATE).unlink()
+
+    def cut_off(text: str) -> None:
+        if text.startswith("train: step 4 "):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tmp_path, folder, plain, how, cut_off).run()
+    seen = list[str]()
+    found = trainer_of(tmp_path, folder, plain, how, seen.append).run()
+    assert seen[0].startswith("train: step 4 of 10, 0 s left, loss ")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# Commands
+
+
+def data_of(folder: Path, count: int = 40) -> Path:
+    lines = [{"input_ids": ids, "output_tokens": ANSWER} for ids in drawn(count, PROMPT).tolist()]
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.full
+def test_a_head_for_ones_own_prompts(tmp_path: Path) -> None:
+    """The command fails once, after the training, and goes on; refit and build take its head."""
+    folder, _ = forgetful(tmp_path)
+    head = tmp_path / "head"
+    command = ["tune-head", "--model", folder, "--data", data_of(tmp_path), "--out", head]
+    command += ["--nextn", 2, "--epochs", 100, "--lr", 0.01, "--held-out", 6]
+    with failing(tune_head, "refit", BuildError("no room")):
+        code, _, err = invoke(*command)
+    assert (code, err.splitlines()[-1], head.exists()) == (1, "error: no room", False)
+    again = AssertionError("it was done before")
+    with failing(tune_head, "build", again), failing(training, "backward", again):
+        code, out, err = invoke(*command)
+    assert code == 0, err
+    report = json.loads((head / REPORT).read_text())
+    assert report["after"] > report["before"] + 0.5
+    assert report["same"] == report["prompts"] == 6
+    assert "acceptance length of mtp-vanilla at nextn 2 on 6 held-out prompts" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"mimo", "prompts.jsonl", "head"}
+    assert "is not a checkpoint" in refusal(*command[:3], *command[3:5], "--out", tmp_path, code=1)
+
+
+REFUSALS = [
+    (("--dtype", "int8"), "--dtype int8: say fp32 or bf16"),
+    (("--lora", "0"), "--lora 0 is outside 1..4096"),
+    (("--epochs", "0"), "--epochs 0 is outside 1..10000"),
+    (("--nextn", "0"), "--nextn 0 is outside 1..15"),
+    (("--held-out", "40"), "--held-out 40 is outside 1..39"),
+    (("--data", "none.jsonl"), "--data none.jsonl: can't be read (No such file or directory)"),
+    (("--data", "bad.jsonl"), "bad.jsonl:2: answer: unknown"),
+    (("--data", "one.jsonl"), "one.jsonl: has one prompt, and needs others to measure with"),
+    (("--out", "."), "exists and is not a checkpoint; choose another --out"),
+    (("--drafter", "mtp-vanilla", "--nextn", "4"), "needs 4 MTP modules"),
+]
+
+
+@pytest.mark.parametrize(("flags", "why"), REFUSALS)
+def test_refusals(
+    flags: tuple[str, ...], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, _ = forgetful(tmp_path)
+    data_of(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "a"}\n')
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "answer": "b"}\n')
+    given = {"--model": str(folder), "--data": "prompts.jsonl", "--out": "head"}
+    given |= dict(zip(flags[::2], flags[1::2], strict=True))
+    said = refusal("tune-head", *chain.from_iterable(given.items()))
+    assert why in said
+    assert not [*tmp_path.glob(".*")]
+
+
+def test_what_no_machine_has_and_no_module_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is said before anything is built; modules that choose rows make one draft."""
+    folder, plain = forgetful(tmp_path)
+    command = ("tune-head", "--data", data_of(tmp_path), "--out", tmp_path / "head", "--model")
+    monkeypatch.setattr(tune_head, "physical_memory", lambda: 10**6)
+    said = refusal(*command, folder)
+    assert "MB of memory, and this machine has 1.00 MB: --lora 16 takes less" in said
+    glm = save_family(tmp_path / "glm", "glm-5", make_family("glm-5"))
+    assert "--nextn 1 --drafter mtp-vanilla" in refusal(*command, glm)
+    assert EAGLE.memory(plain) > replace(EAGLE, lora=1).memory(plain)
