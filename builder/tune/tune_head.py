@@ -45,7 +45,7 @@ from mtpbuild.runtime.cli.input_file import (
     read_requests,
 )
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.files import read_json
 
 REPORT = "tune_head.json"
@@ -163,7 +163,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
     in_range(1, request.epochs, 10_000, "--epochs")
     in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
-    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, lambda line, _: line)
+    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
     if len(lines) < 2:
         raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
     in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
@@ -177,6 +177,15 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     [fingerprint] = job.fingerprints.values()
     read = [identity(request.data), request.max_tokens, request.held_out]
     return job, how, json.dumps([fingerprint, read, asdict(how)])
+
+
+def refuse_answer(line: InputLine, number: int) -> InputLine:
+    """Return a line; raise RequestError if its conversation ends with an answer."""
+    if line.messages and line.messages[-1].get("role") == "assistant":
+        raise RequestError(
+            "its last message is an answer: leave it out, as the model gives its own"
+        )
+    return line
 
 
 def check_model(config: ModelConfig, how: Training) -> None:

@@ -250,6 +250,7 @@ REFUSALS = [
     (("--held-out", "40"), "--held-out 40 is outside 1..39"),
     (("--data", "none.jsonl"), "--data none.jsonl: can't be read (No such file or directory)"),
     (("--data", "bad.jsonl"), "bad.jsonl:2: answer: unknown"),
+    (("--data", "said.jsonl"), "said.jsonl:1: its last message is an answer: leave it out"),
     (("--data", "one.jsonl"), "one.jsonl: has one prompt, and needs others to measure with"),
     (("--out", "."), "exists and is not a checkpoint; choose another --out"),
     (("--drafter", "mtp-vanilla", "--nextn", "4"), "needs 4 MTP modules"),
@@ -264,6 +265,7 @@ def test_refusals(
     folder, _ = forgetful(tmp_path)
     data_of(tmp_path)
     Path("one.jsonl").write_text('{"prompt": "a"}\n')
+    Path("said.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "answer": "b"}\n')
     given = {"--model": str(folder), "--data": "prompts.jsonl", "--out": "head"}
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
