@@ -183,7 +183,7 @@ def refuse_answer(line: InputLine, number: int) -> InputLine:
     """Return a line; raise RequestError if its conversation ends with an answer."""
     if line.messages and line.messages[-1].get("role") == "assistant":
         raise RequestError(
-            "its last message is an answer: leave it out, as the model gives its own"
+            "its last message is an answer: leave it out: the model gives its own"
         )
     return line
 
