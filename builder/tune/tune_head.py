@@ -182,9 +182,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
 def refuse_answer(line: InputLine, number: int) -> InputLine:
     """Return a line; raise RequestError if its conversation ends with an answer."""
     if line.messages and line.messages[-1].get("role") == "assistant":
-        raise RequestError(
-            "its last message is an answer: leave it out: the model gives its own"
-        )
+        raise RequestError("its last message is an answer: leave it out: the model gives its own")
     return line
 
 
