@@ -153,8 +153,8 @@ def shifted(*args: Any) -> Iterator[tuple[int, Tensor]]:
     ("how", "bug", "least", "most"),
     [
         (EAGLE, None, 2.5, 4),
-        (replace(VANILLA, dtype="bf16"), None, 2.2, 3),
-        (replace(EAGLE, lora=8), None, 2.2, 4),
+        pytest.param(replace(VANILLA, dtype="bf16"), None, 2.2, 3, marks=pytest.mark.full),
+        pytest.param(replace(EAGLE, lora=8), None, 2.2, 4, marks=pytest.mark.full),
         (EAGLE, shifted, 1, 1.5),
     ],
     ids=["eagle", "vanilla bf16", "lora", "shifted"],
