@@ -88,3 +88,20 @@ class VerifyFlags:
     seeds: int = flag(250, "Sampled texts per prompt, for their law.")
     threads: int | None = flag(None, THREADS, parser=parse_threads)
     exact: bool = flag(False, "Refuse an engine whose results depend on more than its input.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneFlags:
+    """Flags of `tune-head`."""
+
+    nextn: int = flag(3, "Draft tokens per step of the engines that the head is for.")
+    drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla, as of `build`.")
+    weights: str | None = flag(None, "Format of those engines' weights, as of `build`.")
+    mtp: Path | None = flag(None, "File or folder with the head to begin with, as of `build`.")
+    max_tokens: int = flag(256, "Most tokens of an answer whose line sets no number.")
+    held_out: int | None = flag(None, "Prompts that only measure. Default: one in ten.")
+    lora: int | None = flag(None, "Train updates of this rank. Default: all of the modules.")
+    dtype: str = flag("fp32", "Number format of the training: fp32 or bf16.")
+    epochs: int = flag(10, "How often each text is trained on.")
+    lr: float | None = flag(None, "Learning rate. Default: 0.4 / hidden size.")
+    force: bool = flag(False, "Begin anew, and replace a head that stands there.")

@@ -13,6 +13,14 @@ def ignore(stage: str) -> None:
     """Watch nothing."""
 
 
+def say_time_left(start: float, made: int, left: int) -> str:
+    """Say how long what is left will take, by what was made since `start`; "" if nothing was."""
+    if not made:
+        return ""
+    seconds = (time.monotonic() - start) / made * left
+    return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
+
+
 @dataclass
 class Stages:
     """A timer of stages: `with stages(name)` passes the name to `watch`, then adds up seconds."""

@@ -13,6 +13,7 @@ from mtpbuild.builder.cli.make import make_engine
 from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import app as prefix
+from mtpbuild.builder.cli.tune import tune_head
 from mtpbuild.runtime.cli.commands import diff, inspect, run
 from mtpbuild.runtime.cli.engine_commands import list_engines, remove_engine
 from mtpbuild.runtime.server.command import serve
@@ -85,6 +86,6 @@ app.command("rm")(remove_engine)
 for command in (inspect, bench, verify):
     app.command()(command)
 app.command("eval")(evaluate)
-for command in (diff, study, quantize, plan):
+for command in (diff, study, quantize, tune_head, plan):
     app.command()(command)
 app.add_typer(prefix, name="prefix")

@@ -3,8 +3,9 @@
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.plan.recipe import find_model, recipe_folder
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
-from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration, make_batches
+from mtpbuild.builder.stages import Stages, Watch, say_time_left
+from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration
 from mtpbuild.builder.weights.requantised import Requantised
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
+from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cli.input_file import FileRequest, generate_all, read_requests
 from mtpbuild.runtime.errors import UsageError
@@ -27,11 +29,21 @@ PIECE = 512  # tokens of a file's text that go through the model together
 HELD_OUT = 12  # the first built-in prompts of each kind only measure
 ANSWER, CONTEXT, AT_ONCE = 128, 1024, 8  # tokens of an answer, of a whole text; answers at a time
 FLAG = "--calibration-text"
-INPUTS, TEXTS, WRITER = "inputs", "texts.json", "writer"
+INPUTS, TEXTS, WRITER = "inputs", "texts.jsonl", "writer"
 
 logger = logging.getLogger(__name__)
 Texts = list[list[int]]
 Build = Callable[[BuildRequest, Stages], object]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnAnswer:
+    """A model's answer to a prompt as token ids, with its steps and the drafts they accepted."""
+
+    prompt: list[int]
+    answer: list[int]
+    steps: int
+    accepted: int
 
 
 def calibrate(
@@ -48,11 +60,7 @@ def calibrate(
     request: names the model, and builds the engine that writes its texts with `build`. inputs: what
     a calibration that was cut off must have had to be continued.
     """
-    folder = state_folder(out)
-    if request.force or not _is_of(folder, inputs):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        (folder / INPUTS).write_text(inputs, encoding="utf-8")
+    open_state(folder := state_folder(out), inputs, discard=request.force)
     texts = _texts(request, folder, stages, build)
     with stages("calibrate"):
         calibration = Calibration(view, config, make_batches(texts), folder, stages.watch)
@@ -97,28 +105,27 @@ def discard(out: Path) -> None:
     shutil.rmtree(state_folder(out), ignore_errors=True)
 
 
-def _is_of(folder: Path, inputs: str) -> bool:
+def open_state(folder: Path, inputs: str, *, discard: bool) -> None:
+    """Make a folder for what is not finished; empty it if it is of other inputs (or `discard`)."""
     path = folder / INPUTS
-    return path.is_file() and path.read_text(encoding="utf-8") == inputs
+    if discard or not path.is_file() or path.read_text(encoding="utf-8") != inputs:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        path.write_text(inputs, encoding="utf-8")
 
 
 def _texts(request: BuildRequest, folder: Path, stages: Stages, build: Build) -> Texts:
-    """Read the texts that an earlier run has written, or write them."""
-    path = folder / TEXTS
-    if path.is_file():
-        found: Texts = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    """Return the texts of a file, or those that the model writes."""
     assert request.scheme is not None
     given = request.scheme.calibration
     assert given is not None
     if given != OWN_TEXT and not given.endswith(".jsonl"):
         model = find_model(request.model, request.checkpoint, request.revision)
-        texts = _cut(Path(given), model.folder)
-    else:
-        texts = _write(None if given == OWN_TEXT else Path(given), request, folder, stages, build)
-    path.with_suffix(".new").write_text(json.dumps(texts), encoding="utf-8")
-    path.with_suffix(".new").replace(path)
-    return texts
+        return _cut(Path(given), model.folder)
+    path = folder / TEXTS
+    if not path.is_file():
+        _write(None if given == OWN_TEXT else Path(given), request, folder, stages, build)
+    return [each.prompt + each.answer for each in read_answers(path)]
 
 
 def _cut(path: Path, folder: Path) -> Texts:
@@ -136,7 +143,7 @@ def _cut(path: Path, folder: Path) -> Texts:
 
 def _write(
     prompts: Path | None, request: BuildRequest, folder: Path, stages: Stages, build: Build
-) -> Texts:
+) -> None:
     """Let the model answer a file's prompts, or the package's, with plain int4 weights."""
     out = folder / WRITER
     writer = BuildRequest(
@@ -153,13 +160,33 @@ def _write(
     with stages("write texts"):
         build(writer, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
         with Engine.load(out, prefix_cache=False) as engine:
-            requests = [*_some(_prompts(prompts, engine))]
-            texts = Texts()
-            for asked, result in generate_all(engine, requests):
-                texts.append([*asked.token_ids, *result.token_ids])
-                stages.watch(f"write texts: {len(texts)} of {len(requests)}")
+            write_answers(engine, [*_some(_prompts(prompts, engine))], folder / TEXTS, stages.watch)
     shutil.rmtree(out, ignore_errors=True)
-    return texts
+
+
+def write_answers(engine: Engine, requests: list[FileRequest], path: Path, watch: Watch) -> None:
+    """Write the engine's answers to a file, a line each, which gets its name when it is whole.
+
+    Answers that an earlier run has written stay.
+    """
+    new, start = path.with_suffix(".new"), time.monotonic()
+    whole, end, _ = new.read_text(encoding="utf-8").rpartition("\n") if new.exists() else ("",) * 3
+    new.write_text(whole + end, encoding="utf-8")  # without a line that was cut off
+    done = len(whole.splitlines())
+    with new.open("a", encoding="utf-8", buffering=1) as file:
+        answers = generate_all(engine, requests[done:])
+        for made, (asked, result) in enumerate(answers, start=1):
+            found = result.metrics.speculative_decoding
+            counts = found.num_spec_steps, found.num_accepted_draft_tokens
+            answer = OwnAnswer(asked.token_ids, result.token_ids, *counts)
+            file.write(json.dumps(asdict(answer)) + "\n")
+            left = say_time_left(start, made, len(requests) - done - made)
+            watch(f"write texts: {done + made} of {len(requests)}{left}")
+    new.replace(path)
+
+
+def read_answers(path: Path) -> list[OwnAnswer]:
+    return [OwnAnswer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _prompts(path: Path | None, engine: Engine) -> list[FileRequest]:

@@ -4,8 +4,6 @@ Every layer sees what the unquantised layers before it say. A finished layer's w
 of their own, so that a calibration that was cut off goes on from there.
 """
 
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,23 +13,22 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mtpbuild.builder.formats import refuse_too_large
 from mtpbuild.builder.formats.integers import INT4
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.copies import HEAD
+from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.gptq import correct_errors, encode_calibrated
 from mtpbuild.builder.weights.requantised import Parts, Requantised
 from mtpbuild.builder.weights.stored import PIECE
-from mtpbuild.builder.weights.streamed import StreamedModel
+from mtpbuild.builder.weights.streamed import Step, Steps, StreamedModel
 
 TILE = 1024  # rows of a sum that are added to together
-BATCH = 2048  # most tokens that go through a layer together
 LEAST_TOKENS = 128  # a weight that fewer tokens reach, such as a rare expert's, is not calibrated
 SCALE = INT4.suffixes[1]
-Hidden = list[Tensor]  # [B, T, E] of each batch
+Hidden = Iterable[Tensor]  # [B, T, E] of each batch
 
 
 @dataclass
@@ -92,7 +89,7 @@ class Calibration:
     config: ModelConfig
     batches: Sequence[Tensor]  # tokens [B, T]
     folder: Path
-    watch: Callable[[str], None]
+    watch: Watch
 
     def __post_init__(self) -> None:
         self.model = StreamedModel(self.view.source, self.config, self.batches)
@@ -100,22 +97,11 @@ class Calibration:
     @torch.no_grad()
     def run(self) -> Requantised:
         """Calibrate what an earlier run left, and return the view with all calibrated weights."""
-        steps, start = [*self._steps()], time.monotonic()
-        done = self._finished()
-        hidden = self._read(done)
-        for number, (name, step) in enumerate(steps[done:], done):
-            spent, made = time.monotonic() - start, number - done
-            left = (
-                f", about {format_time(spent / made * (len(steps) - number))} left" if made else ""
-            )
-            self.watch(f"calibrate {name} ({number + 1} of {len(steps)}{left})")
-            hidden, parts = step(hidden)
-            self._write(f"weights-{number}", parts)
-            self._write(f"hidden-{number}", {str(b): h for b, h in enumerate(hidden)})
-            (self.folder / f"hidden-{number - 1}.safetensors").unlink(missing_ok=True)
+        steps, run = [*self._steps()], Steps(self.folder, self.watch)
+        run.run(steps)
         files = dict[str, Path]()
         for number in range(len(steps)):
-            path = self._file(f"weights-{number}")
+            path = run.parts(number)
             with safe_open(path, framework="pt") as file:
                 files |= {n: path for n in file.keys() if not n.endswith(SCALE)}  # noqa: SIM118
         return replace(self.view, calibrated=files)
@@ -125,22 +111,20 @@ class Calibration:
         """The weights to calibrate."""
         return [name for name in self.view.formats if self._wanted(name)]
 
-    def _steps(self) -> Iterator[tuple[str, Callable[[Hidden], tuple[Hidden, Parts]]]]:
-        """Yield a name and a function for each step; all but the first take the last's result."""
+    def _steps(self) -> Iterator[tuple[str, Step]]:
+        """Yield a name and a function for each step."""
         c = self.config
         for i in range(c.num_hidden_layers):
-            yield f"layer {i}", partial(self._layer, i)
-        yield "head", self._head
+            yield f"calibrate layer {i}", partial(self._layer, i)
+        yield "calibrate head", self._head
         for k in range(1, c.num_nextn_predict_layers + 1):
-            yield f"MTP module {k}", partial(self._module, k)
+            yield f"calibrate MTP module {k}", partial(self._module, k)
 
-    def _layer(self, i: int, hidden: Hidden) -> tuple[Hidden, Parts]:
-        if i == 0:
-            hidden = [self.model.plain.model.embed_tokens(tokens) for tokens in self.batches]
-        run = (partial(self.model.run_layer, i, x) for x in hidden)
-        return self._calibrate(self.model.plain.model.layers[i], run)
+    def _layer(self, i: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
+        run = (partial(self.model.run_layer, i, x) for x in self.model.inputs(i, hidden))
+        return self._calibrate(self.model.plain.model.layers[i], run, parts)
 
-    def _module(self, k: int, hidden: Hidden) -> tuple[Hidden, Parts]:
+    def _module(self, k: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
         """Calibrate MTP module k, from 1; hidden: of the module before it, or of the trunk."""
         plain, module = self.model.plain, self.model.plain.module(k)
 
@@ -151,33 +135,31 @@ class Calibration:
             return y
 
         pairs = zip(self.batches, hidden, strict=True)
-        return self._calibrate(module, (partial(run, t, x) for t, x in pairs))
+        return self._calibrate(module, (partial(run, t, x) for t, x in pairs), parts)
 
-    def _head(self, hidden: Hidden) -> tuple[Hidden, Parts]:
-        """Calibrate the head; return the trunk's hidden states as MTP modules read them."""
+    def _head(self, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
+        """Calibrate the head; yield the trunk's hidden states as MTP modules read them."""
         plain, sums = self.model.plain, InputSums()
-        with self.model.loaded(plain.model.norm):
-            if self.config.mtp.trunk_normed:
-                hidden = [plain.model.norm(x) for x in hidden]
-            if not self._wanted(HEAD):
-                return hidden, {}
-            for x in hidden:
+        for x in self.model.run_norm(hidden):
+            if self._wanted(HEAD):
                 sums.add(HEAD, plain.logits(x))
                 sums._seen.clear()
+            yield x
         rows = self.view.source.rows
-        return hidden, self._encode(sums, lambda name: rows(name))
+        parts |= self._encode(sums, lambda name: rows(name))
 
     def _calibrate(
-        self, module: nn.Module, runs: Iterable[Callable[[], Tensor]]
-    ) -> tuple[Hidden, Parts]:
+        self, module: nn.Module, runs: Iterable[Callable[[], Tensor]], parts: Parts
+    ) -> Iterator[Tensor]:
         """Run a module on all batches, and calibrate its weights."""
         with self.model.loaded(module) as products:
             wanted = {name: part for name, part in products.items() if self._wanted(name)}
-            sums, hidden = InputSums(), Hidden()
+            sums = InputSums()
             for run in runs:
                 with sums.watch(wanted):
-                    hidden.append(run())
-            return hidden, self._encode(sums, lambda name: wanted[name].weight.split(PIECE))
+                    x = run()
+                yield x
+            parts |= self._encode(sums, lambda name: wanted[name].weight.split(PIECE))
 
     def _encode(self, sums: InputSums, rows: Callable[[str], Iterable[Tensor]]) -> Parts:
         """Encode all weights whose inputs' sums are there, pieces of rows side by side.
@@ -202,39 +184,3 @@ class Calibration:
 
     def _wanted(self, name: str) -> bool:
         return self.view.formats.get(name) is INT4
-
-    def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
-
-    def _write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write a file at once, so that one that is there is whole."""
-        new = self.folder / "unfinished"
-        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, new)
-        os.replace(new, self._file(name))
-
-    def _finished(self) -> int:
-        """Return how many steps are finished; the hidden states are a step's last file."""
-        last = [int(path.stem.partition("-")[2]) for path in self.folder.glob("hidden-*")]
-        return max(last, default=-1) + 1
-
-    def _read(self, done: int) -> Hidden:
-        if not done:
-            return []
-        found = load_file(self._file(f"hidden-{done - 1}"))
-        return [found[str(b)] for b in range(len(found))]
-
-
-def make_batches(texts: Iterable[Sequence[int]]) -> list[Tensor]:
-    """Batch texts of about the same length, and cut each batch to its shortest one."""
-    groups = list[list[Sequence[int]]]()
-    for text in sorted(filter(None, texts), key=len):
-        last = groups[-1] if groups else []
-        if last and (len(last) + 1) * len(last[0]) <= BATCH and len(text) < 1.1 * len(last[0]):
-            last.append(text)
-        else:
-            groups.append([text])
-    return [torch.tensor([text[: len(group[0])] for text in group]) for group in groups]
-
-
-def format_time(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

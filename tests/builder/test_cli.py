@@ -73,6 +73,8 @@ FLAGS = {
     "run": None,
     "serve": None,
     "study": "--json --out",
+    "tune-head": "--data --drafter --dtype --epochs --force --held-out --lora --lr --max-tokens "
+    "--model --mtp --nextn --out --weights",
     "verify": "--against --engine --exact --huge-pages --json --model --no-cuda-graphs "
     "--output-len --prompts --provider --seeds --threads",
 }

@@ -84,8 +84,8 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template", "--drain-timeout",
-        "--engine", "--host", "--keep", "--log-requests", "--max-body", "--max-queue",
-        "--max-seq-len", "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache",
+        "--engine", "--host", "--huge-pages", "--keep", "--log-requests", "--max-body",
+        "--max-queue", "--max-seq-len", "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache",
         "--no-thinking-split", "--port", "--prefix-cache-bytes", "--prefix-cache-dir", "--provider",
         "--request-timeout", "--served-model-name", "--threads", "--tool-call-parser",
         "--verify-hashes",

@@ -127,7 +127,14 @@ def plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:
     return PlainMoE(c) if c.is_moe(layer) else PlainMLP(c.hidden_size, c.intermediate_size)
 
 
-class PlainGroupedAttention(nn.Module):
+class PlainAttention(nn.Module):
+    """The part that all attentions share: what they compute from queries, keys and values."""
+
+    # Whoever trains a module on its own results puts an attention to earlier passes here.
+    attend: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
+
+
+class PlainGroupedAttention(PlainAttention):
     """Grouped-query attention that repeats keys and values for each query head."""
 
     def __init__(self, c: GroupedConfig) -> None:
@@ -151,7 +158,7 @@ class PlainGroupedAttention(nn.Module):
         q, k = (self.rotate_heads(each.transpose(1, 2), cos, sin) for each in (q, k))
         times = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(times, 1), v.transpose(1, 2).repeat_interleave(times, 1)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        o = self.attend(q, k, v, None, is_causal=True, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

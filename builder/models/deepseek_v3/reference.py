@@ -1,11 +1,11 @@
 """The plain model: DeepSeek-V3 with its MTP modules, with attention in the non-absorbed form."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.plain import (
     Block,
+    PlainAttention,
     PlainCausalLM,
     PlainRMSNorm,
     plain_feed_forward,
@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.rope import rotate, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
-class PlainLatentAttention(nn.Module):
+class PlainLatentAttention(PlainAttention):
     """Multi-head latent attention in the non-absorbed form."""
 
     def __init__(self, c: DeepseekV3Config) -> None:
@@ -51,7 +51,7 @@ class PlainLatentAttention(nn.Module):
         q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe], -1)
         seen = self.mask(x, cos, sin)
         causal, k = seen is None, k.type_as(q)
-        o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=self.scale)
+        o = self.attend(q, k, v, seen, is_causal=causal, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:

@@ -47,7 +47,7 @@ class PlainGatedAttention(PlainGroupedAttention):
         k = self.rotate_heads(self.k_norm(k), cos, sin)
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        o = self.attend(q, k, v, None, is_causal=True, scale=self.scale)
         o = o.transpose(1, 2).flatten(2)
         return self.o_proj(o * gate.flatten(2).sigmoid())
 
