@@ -34,7 +34,8 @@ class Engine(LoadedEngine):
 
         Requests that come after it is loaded run on the new engine. Earlier ones end on the old
         one, and `swap` returns when they have. Until then both are in memory. If the new engine
-        can't be loaded, the old one stays, and the error is raised. The totals of `metrics` go on.
+        can't be loaded, the old one stays, and the error is raised. In `metrics` the histograms go
+        on, and the engine's counters begin at 0.
 
             engine.swap("engines/tiny_n2")
         """
