@@ -81,11 +81,22 @@ def served_shelf(shelf: Shelf, watching: bool = True) -> Iterator[tuple[Live, ht
     """Serve a shelf whose gate is open."""
     shelf.gate.set()
     with live_services(shelf.services()) as server, server.client() as client:
-        watches = [service.watch(0.01) for service in server.services.each if watching]
-        tasks = [asyncio.run_coroutine_threadsafe(watch, server.loop) for watch in watches]
-        yield server, client
-        for task in tasks:
+
+        async def watch() -> None:
+            every = [service.watch(0.01) for service in server.services.each if watching]
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*every)
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(watch())
+
+        async def end() -> None:
             task.cancel()
+            await task
+
+        task = asyncio.run_coroutine_threadsafe(begin(), server.loop).result(5)
+        yield server, client
+        asyncio.run_coroutine_threadsafe(end(), server.loop).result(5)
 
 
 def ask(client: httpx2.Client, model: str | None, **more: Any) -> httpx2.Response:
