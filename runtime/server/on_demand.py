@@ -19,6 +19,7 @@ from mtpbuild.runtime.threads import start_daemon
 
 log = logging.getLogger("mtpbuild")
 WAIT = 60.0  # seconds for running requests of other engines, if memory does not hold another engine
+COLLECTIONS = 3  # of garbage after an engine was given back, one a second
 
 
 class EngineMemory:
@@ -82,6 +83,9 @@ class OnDemandService(Service):
         self.last_use = 0.0
         self._loading: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        # Objects of a closed engine refer to each other, and its thread takes a while to end: so
+        # many times the garbage collector looks for them.
+        self._garbage = 0
         self.metrics = self._make_metrics()
         memory.services.append(self)
 
@@ -111,6 +115,9 @@ class OnDemandService(Service):
             self.last_use = time.monotonic()
 
     async def look_after(self) -> None:
+        if self._garbage:
+            self._garbage -= 1
+            await asyncio.to_thread(gc.collect)
         if self._engine is not None and (reason := self._engine.failure):
             self.fail(EngineError(reason))
         if self._is_idle():
@@ -121,16 +128,17 @@ class OnDemandService(Service):
     async def unload(self) -> None:
         """Close the engine; only within the memory's turn, and while nobody uses it."""
         log.info("gave back %s", self.model)
-        await _close([self._take_engine()])
+        await asyncio.to_thread(self._take_engine().close)
+        await asyncio.to_thread(gc.collect)
 
     def fail(self, error: EngineError) -> None:
         """Give the failed engine back."""
         log.warning("%s has failed, the next request loads it again: %s", self.model, error)
-        self._closing = asyncio.create_task(self._close_in_turn([self._take_engine()]))
+        self._closing = asyncio.create_task(self._close(self._take_engine()))
 
-    async def _close_in_turn(self, engines: list[Engine]) -> None:
+    async def _close(self, engine: Engine) -> None:
         async with self.memory.turn:
-            await _close(engines)
+            await asyncio.to_thread(engine.close)
 
     async def _load(self) -> None:
         """Load the engine in a thread; raises ApiError."""
@@ -148,12 +156,5 @@ class OnDemandService(Service):
         return self.is_loaded and not self.users and idle >= self._keep
 
     def _take_engine(self) -> Engine:
-        engine, self._engine = self.engine, None
+        engine, self._engine, self._garbage = self.engine, None, COLLECTIONS
         return engine
-
-
-async def _close(engines: list[Engine]) -> None:
-    """Close engines, and free the memory of their objects, which refer to each other."""
-    while engines:
-        await asyncio.to_thread(engines.pop().close)
-    await asyncio.to_thread(gc.collect)

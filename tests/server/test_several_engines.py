@@ -159,7 +159,8 @@ def test_an_engine_is_given_back_when_idle_and_no_request_is_cut() -> None:
         until(lambda: shelf.events[2:] == ["a loaded", "a closed"])
 
 
-def test_its_memory_is_given_back() -> None:
+def test_its_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpbuild.runtime.server.on_demand.COLLECTIONS", 1000)  # they come fast
     shelf = Shelf(keep=0)
     with served_shelf(shelf) as (_, client):
         text(ask(client, "a"))
