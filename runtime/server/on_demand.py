@@ -11,8 +11,8 @@ from math import prod
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import EngineError, MtpbuildError
-from mtpbuild.runtime.requests.totals import RequestTotals
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.service import Service
@@ -20,6 +20,7 @@ from mtpbuild.runtime.threads import start_daemon
 
 log = logging.getLogger("mtpbuild")
 WAIT = 60.0  # seconds for running requests of other engines, if memory does not hold another engine
+COLLECTIONS = 3  # of garbage after an engine was given back, one a second
 
 
 class EngineMemory:
@@ -83,12 +84,19 @@ class OnDemandService(Service):
         self.last_use = 0.0
         self._loading: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._totals: RequestTotals | None = None  # go on when the engine is loaded again
+        # Objects of a closed engine refer to each other, and its thread takes a while to end: so
+        # many times the garbage collector looks for them.
+        self._garbage = 0
+        self._counted: MeteredModel | None = None  # when the engine was given back
         memory.services.append(self)
 
     @property
     def manifest(self) -> Manifest:
         return self._manifest
+
+    @property
+    def metered(self) -> MeteredModel | None:
+        return super().metered if self.is_loaded else self._counted
 
     @property
     def ready(self) -> bool:
@@ -112,6 +120,9 @@ class OnDemandService(Service):
             self.last_use = time.monotonic()
 
     async def look_after(self) -> None:
+        if self._garbage:
+            self._garbage -= 1
+            await asyncio.to_thread(gc.collect)
         if self._engine is not None and (reason := self._engine.failure):
             self.fail(EngineError(reason))
         if self._is_idle():
@@ -122,16 +133,17 @@ class OnDemandService(Service):
     async def unload(self) -> None:
         """Close the engine; only within the memory's turn, and while nobody uses it."""
         log.info("gave back %s", self.model)
-        await _close([self._take_engine()])
+        await asyncio.to_thread(self._take_engine().close)
+        await asyncio.to_thread(gc.collect)
 
     def fail(self, error: EngineError) -> None:
         """Give the failed engine back."""
         log.warning("%s has failed, the next request loads it again: %s", self.model, error)
-        self._closing = asyncio.create_task(self._close_in_turn([self._take_engine()]))
+        self._closing = asyncio.create_task(self._close(self._take_engine()))
 
-    async def _close_in_turn(self, engines: list[Engine]) -> None:
+    async def _close(self, engine: Engine) -> None:
         async with self.memory.turn:
-            await _close(engines)
+            await asyncio.to_thread(engine.close)
 
     async def _load(self) -> None:
         """Load the engine in a thread; raises ApiError."""
@@ -143,7 +155,8 @@ class OnDemandService(Service):
             except MtpbuildError as error:
                 log.warning("%s can't be loaded: %s", self.model, error)
                 raise ApiError(500, f"{self.model} can't be loaded: {error}", retry=False) from None
-            engine.totals = self._totals = self._totals or engine.totals
+            if self._counted is not None:
+                engine.totals = self._counted.totals
             self._engine = engine
 
     def _is_idle(self) -> bool:
@@ -151,12 +164,6 @@ class OnDemandService(Service):
         return self.is_loaded and not self.users and idle >= self._keep
 
     def _take_engine(self) -> Engine:
-        engine, self._engine = self.engine, None
+        self._counted = self.metered
+        engine, self._engine, self._garbage = self.engine, None, COLLECTIONS
         return engine
-
-
-async def _close(engines: list[Engine]) -> None:
-    """Close engines, and free the memory of their objects, which refer to each other."""
-    while engines:
-        await asyncio.to_thread(engines.pop().close)
-    await asyncio.to_thread(gc.collect)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
 from mtpbuild.runtime.contract.manifest import Manifest
@@ -91,7 +92,9 @@ class Service:
         self.start(await asyncio.wrap_future(start_daemon(self._load_engine)))
 
     def start(self, engine: Engine) -> None:
-        """Start serving a loaded engine."""
+        """Start serving a loaded engine; a swap does not change the model's name."""
+        if not self.settings.served_model_name:
+            self.settings = replace(self.settings, served_model_name=engine.manifest.model.name)
         self._engine = engine
 
     def close(self) -> None:
@@ -99,9 +102,10 @@ class Service:
         if self._engine is not None:
             self._engine.close()
 
-    def metered(self) -> MeteredModel:
-        """Return the counts of the engine, which is loaded."""
-        engine = self.engine
+    @property
+    def metered(self) -> MeteredModel | None:
+        """The model's counts; None if its engine has not been loaded yet."""
+        engine = copy(self.engine)  # a swap may come
         return MeteredModel(self.model, engine.manifest.build, engine.stats, engine.totals)
 
     @property

@@ -41,8 +41,8 @@ class Services:
         ]
 
     def metrics_text(self) -> str:
-        """Return the metrics of all loaded models in Prometheus's text format."""
-        return metrics_text([service.metered() for service in self.each if service.is_loaded])
+        """Return the metrics of the models that were loaded, as Prometheus's text."""
+        return metrics_text([each for s in self.each if (each := s.metered) is not None])
 
     @property
     def open(self) -> int:

@@ -81,11 +81,22 @@ def served_shelf(shelf: Shelf, watching: bool = True) -> Iterator[tuple[Live, ht
     """Serve a shelf whose gate is open."""
     shelf.gate.set()
     with live_services(shelf.services()) as server, server.client() as client:
-        watches = [service.watch(0.01) for service in server.services.each if watching]
-        tasks = [asyncio.run_coroutine_threadsafe(watch, server.loop) for watch in watches]
-        yield server, client
-        for task in tasks:
+
+        async def watch() -> None:
+            every = [service.watch(0.01) for service in server.services.each if watching]
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*every)
+
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.create_task(watch())
+
+        async def end() -> None:
             task.cancel()
+            await task
+
+        task = asyncio.run_coroutine_threadsafe(begin(), server.loop).result(5)
+        yield server, client
+        asyncio.run_coroutine_threadsafe(end(), server.loop).result(5)
 
 
 def ask(client: httpx2.Client, model: str | None, **more: Any) -> httpx2.Response:
@@ -148,7 +159,8 @@ def test_an_engine_is_given_back_when_idle_and_no_request_is_cut() -> None:
         until(lambda: shelf.events[2:] == ["a loaded", "a closed"])
 
 
-def test_its_memory_is_given_back() -> None:
+def test_its_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtpbuild.runtime.server.on_demand.COLLECTIONS", 1000)  # they come fast
     shelf = Shelf(keep=0)
     with served_shelf(shelf) as (_, client):
         text(ask(client, "a"))
@@ -248,6 +260,7 @@ def test_metrics_are_labelled_by_model_and_outlive_the_engine() -> None:
     with served_shelf(shelf) as (_, client):
         text(ask(client, "a"))
         until(lambda: "a closed" in shelf.events)
+        text(ask(client, "b"))
         lines = client.get("/metrics").text.splitlines()
     count = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="a"} 1.0'
     assert count in lines
