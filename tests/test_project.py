@@ -518,6 +518,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def wheel_for(platform: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Build a wheel for a platform, with a stand-in for zig that tells its arguments."""
     (zig := folder / "zig" / "ziglang").mkdir(parents=True)
+    (zig / "__init__.py").touch()  # so that an installed one is not preferred
     code = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').write(' '.join(sys.argv))"
     (zig / "__main__.py").write_text(code, encoding="utf-8")
     (copy := folder / "source").mkdir()  # setuptools writes build/ and *.egg-info there
