@@ -72,7 +72,12 @@ def make_app(services: Services) -> FastAPI:
     prompt = protocol.TextTokensBody | protocol.ChatTokensBody
     convert("/tokenize", prompt, tokenize_body, "Turn a text, or a chat's prompt, into token ids.")
     convert("/detokenize", protocol.TokensBody, detokenize_body, "Turn token ids into text.")
-    convert("/markdown", protocol.MarkdownBody, render_body, "Render markdown, for the page.")
+
+    @bodies.post("/markdown", responses=ERRORS)
+    async def render(body: protocol.MarkdownBody, request: Request) -> Response:
+        """Render markdown, for the page."""
+        return JsonResponse(await services.reading.run(object(), render_body, body))
+
     app.include_router(bodies)
 
     @app.post("/v1/embeddings", include_in_schema=False)

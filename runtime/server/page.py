@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import MarkdownBody
-from mtpbuild.runtime.server.service import Service
 
 FILES = {  # path -> file beside this one, and its type
     "/": ("page.html", "text/html"),
@@ -58,7 +57,7 @@ def render_markdown(text: str) -> str:
     return markdown.renderer.render(tokens, markdown.options, {})
 
 
-def render_body(service: Service, body: MarkdownBody) -> dict[str, Any]:
+def render_body(body: MarkdownBody) -> dict[str, Any]:
     """Return a text's HTML; raises ApiError if it is too long."""
     if len(body.text) > MAX_CHARS:
         raise ApiError(400, f"the text has more than {MAX_CHARS} characters", "text")

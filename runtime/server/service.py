@@ -228,7 +228,7 @@ class Service:
         return not self.open
 
     async def _wait_until_answered(self, within: float) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # the caller asks what is open
             async with asyncio.timeout(within):
                 while self.open:
                     await asyncio.sleep(0.02)
