@@ -204,6 +204,8 @@ class Service:
                     yield
                 finally:
                     self._limits.discard(limit)
+        except DeadlineError:  # the request's own
+            raise
         except TimeoutError:
             if self._cut_off:
                 raise ApiError(503, SHUTTING_DOWN) from None

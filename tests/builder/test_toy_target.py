@@ -54,10 +54,10 @@ def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None
     assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
     with pytest.raises(UsageError, match=r"^provider cuda is for target onnxruntime, not toy$"):
         Engine.load(built.folder, provider="cuda")
-    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
+    with pytest.raises(UsageError, match=r"^colour red: no target has this option$"):
         Engine.load(built.folder, colour="red")
     (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
-    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
+    with pytest.raises(UsageError, match=r"^toy_log x is for target toy, not onnxruntime$"):
         Engine.load(other.folder, toy_log="x")
 
 

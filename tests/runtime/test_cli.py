@@ -150,6 +150,7 @@ def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> Non
         "logit_bias": {"7": -2.5}, "allowed_token_ids": [5, 6], "bad_words": ["z"],
         "seed": 2**64 - 1, "acceptance": "rejection", "rejection_sample_method": "block",
         "draft_sample_method": "greedy", "prompt_logprobs": 3, "cache_salt": "me",
+        "timeout": 60.0,
     }  # fmt: skip
     builtin = {name for name in http_settings() if name in SETTINGS}
     assert line.keys() == builtin
@@ -205,7 +206,12 @@ def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Pat
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "name": "f", "content": [{"type": "text"}]},
+        {
+            "role": "tool",
+            "tool_call_id": "a",
+            "name": "f",
+            "content": [{"type": "text", "text": "t"}],
+        },
     ]
     tools, documents = [{"type": "function", "function": {"name": "f"}}], [{"text": "t"}]
     asked = {"tools": tools, "documents": documents, "add_generation_prompt": False}
@@ -217,8 +223,10 @@ def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Pat
         assert engine.tokenizer is not None
         text = b"".join(map(engine.tokenizer.token_bytes, request.token_ids)).decode()
     got = json.loads(text)
-    del messages[0]["content"]
-    assert got[0] == [messages[0] | {"thinking": "r"}, messages[1]]
+    assert got[0] == [
+        messages[0] | {"content": "", "thinking": "r"},
+        messages[1] | {"content": "t"},
+    ]
     assert got[1:] == [tools, documents, False, False]
 
 
