@@ -165,7 +165,8 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
         return Response(services.metrics_text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     for path in FILES:
-        app.get(path, include_in_schema=False)(partial(read_page, path))
+        answer = partial(read_page, path)
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(answer)
 
 
 async def _error(request: Request, error: Exception) -> Response:

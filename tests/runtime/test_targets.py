@@ -89,7 +89,7 @@ def test_graphs_that_are_not_there(tmp_path: Path) -> None:
     folder = engine_for("onnxruntime", tmp_path / "engine")
     with pytest.raises(UsageError) as caught:
         Engine.load(folder, no_cuda_graphs=True)
-    assert str(caught.value) == ("--no-cuda-graphs is for target inductor, not onnxruntime")
+    assert str(caught.value) == ("no_cuda_graphs is for target inductor, not onnxruntime")
     folder = engine_for("inductor", tmp_path / "cpu")
     manifest = read_manifest(folder)
     here = {"versions": {"torch": TORCH}, "hardware": this_machine()}

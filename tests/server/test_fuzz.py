@@ -94,9 +94,9 @@ def check(response: Any, anthropic: bool = False) -> None:
 def test_the_schema_names_what_is_there(server: Live) -> None:
     paths = make_app(server.services).openapi()["paths"]
     assert sorted(paths) == [
-        "/detokenize", "/health", "/load", "/metrics", "/reset_prefix_cache", "/tokenize",
-        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens",
-        "/v1/models", "/v1/models/{name}", "/v1/responses", "/version",
+        "/detokenize", "/health", "/load", "/markdown", "/metrics", "/reset_prefix_cache",
+        "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/messages",
+        "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name}", "/v1/responses", "/version",
     ]  # fmt: skip
     body = paths["/v1/chat/completions"]["post"]
     assert "text/event-stream" in body["responses"]["200"]["content"]
