@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.runtime import Engine, RequestError, SamplingParams
+from mtpbuild.runtime import DeadlineError, Engine, RequestError, SamplingParams
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract import rules
 from mtpbuild.runtime.contract.controls import (
