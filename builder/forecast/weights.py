@@ -1,7 +1,7 @@
 """Counts of a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -116,13 +116,15 @@ def count_classes(
     """
     found: dict[tuple[str, bool], WeightClass] = {}
     table = family_table(layout.config, ranks)
-    held = None if style is None else count_held_bytes(layout, table, style)
+    # Asked once: R1 has 46,000 weights.
+    formats = {stored.name: layout.format(stored) for stored in table.stored.values()}
+    held = None if style is None else count_held_bytes(formats, table, style)
     for stored in table.stored.values():
         key = classify(layout.config, stored.name)
         weights = found.setdefault(key, WeightClass(*key))
         weights.parameters += (values := prod(stored.shape))
         weights.parameters_per_rank += values * fraction_per_rank(stored, stored.shape, ranks)
-        format = layout.format(stored)
+        format = formats[stored.name]
         for entry in layout.parts(stored, format).values():
             weights.bytes += entry.nbytes
             weights.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
@@ -134,11 +136,14 @@ def count_classes(
 
 
 def count_held_bytes(
-    layout: CheckpointLayout, table: WeightTable, style: GraphStyle
+    formats: Mapping[str, Format | None], table: WeightTable, style: GraphStyle
 ) -> dict[str, float]:
-    """Return the bytes that a rank of an engine for GPUs holds of each stored weight."""
+    """Return the bytes that a rank of an engine for GPUs holds of each stored weight.
+
+    formats: the weights' in the checkpoint, by name.
+    """
     share, found = Share(table.ranks), dict[str, float]()
-    for weight in choose_formats(table, layout.format, style):
+    for weight in choose_formats(table, lambda stored: formats[stored.name], style):
         floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
         group = 0 if weight.format is None else weight.scale_group(share)
         for stored, format in weight.held:
