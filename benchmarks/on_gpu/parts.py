@@ -154,7 +154,9 @@ class Parts:
     def __init__(self, model: CausalLM, context: int) -> None:
         self.model, self.context = model, context
         self.vocabulary = model.config.vocab_size // model.ranks.parts
-        self.device = model.embed_tokens.device
+        assert model.embed_tokens is not None  # GPUs' engines have it beside the head
+        self.embedding = model.embed_tokens
+        self.device = self.embedding.device
         self.start = torch.tensor([context], device=self.device)
 
     def layer(self, name: str, index: int, tokens: int) -> Part:
@@ -217,11 +219,11 @@ class Parts:
         return Part(name, tokens, program, self._cost(module, tokens))
 
     def _hidden(self, tokens: int) -> Tensor:
-        size, dtype = self.model.config.hidden_size, self.model.embed_tokens.dtype
+        size, dtype = self.model.config.hidden_size, self.embedding.dtype
         return torch.randn(1, tokens, size, device=self.device, dtype=dtype)
 
     def _tokens(self, count: int) -> Tensor:
-        high = self.model.embed_tokens.shape[0]
+        high = self.embedding.shape[0]
         return torch.randint(0, high, (1, count), device=self.device)
 
     def _cost(self, module: nn.Module, tokens: int) -> Cost:
@@ -253,7 +255,7 @@ class Parts:
                 used = (costs.chosen + always) / (costs.experts + always)
             nbytes += read * weight.nbytes
             operations += used * 2 * self._values(layer, name, weight) * tokens
-        nbytes += self.context * width * self.model.embed_tokens.element_size()
+        nbytes += self.context * width * self.embedding.element_size()
         return Cost(nbytes, operations + tokens * self.context * costs.row_operations)
 
     def _values(self, layer: DecoderLayer, name: str, weight: Tensor) -> int:

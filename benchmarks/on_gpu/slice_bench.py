@@ -86,6 +86,7 @@ class Bench:
             made[spec.name] = tensor.normal_() if spec.role == "rows" else tensor
         made["lengths"].fill_(self.case.context)
         made["num_drafts"].fill_(self.most)
+        assert self.model.embed_tokens is not None
         made["window"].random_(self.model.embed_tokens.shape[0])  # rows of other ranks are 0
         return made
 
