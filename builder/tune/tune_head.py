@@ -161,6 +161,8 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     """Check what needs no weights; return the job of the engine, the training, and their inputs."""
     if request.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
+    if request.lr is not None and not 0 < request.lr <= 1:
+        raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
     in_range(1, request.epochs, 10_000, "--epochs")
     in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
     lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
@@ -214,7 +216,7 @@ def write_texts(
     paths = [request.state / name for name in (ANSWERS, BEFORE)]
     if not all(path.is_file() for path in paths):
         build(engine, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
-        with Engine.load(request.engine) as loaded:
+        with Engine.load(request.engine, prefix_cache=False) as loaded:
             for requests, path in zip(split_requests(request, loaded), paths, strict=True):
                 if not path.is_file():
                     write_answers(loaded, requests, path, stages.watch)
@@ -224,7 +226,7 @@ def write_texts(
 
 def measure(request: TuneRequest, stages: Stages) -> list[OwnAnswer]:
     """Let the engine answer the held-out prompts."""
-    with Engine.load(request.engine) as engine:
+    with Engine.load(request.engine, prefix_cache=False) as engine:
         _, held_out = split_requests(request, engine)
         write_answers(engine, held_out, request.state / AFTER, stages.watch)
     return read_answers(request.state / AFTER)
@@ -298,6 +300,6 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
 
 def acceptance_length(answers: Sequence[OwnAnswer]) -> float:
-    """Return how many tokens a step emits."""
+    """Return how many tokens a step emits; 1 if all answers ended before the first step."""
     steps = sum(each.steps for each in answers)
-    return 1 + sum(each.accepted for each in answers) / steps
+    return 1 + sum(each.accepted for each in answers) / max(1, steps)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtpbuild.builder.compiler.own_text import OwnAnswer
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import ignore
@@ -244,6 +245,8 @@ REFUSALS = [
     (("--dtype", "int8"), "--dtype int8: say fp32 or bf16"),
     (("--lora", "0"), "--lora 0 is outside 1..4096"),
     (("--epochs", "0"), "--epochs 0 is outside 1..10000"),
+    (("--lr", "nan"), "--lr nan can't be: above 0, at most 1"),
+    (("--lr", "-1"), "--lr -1 can't be: above 0, at most 1"),
     (("--nextn", "0"), "--nextn 0 is outside 1..15"),
     (("--held-out", "40"), "--held-out 40 is outside 1..39"),
     (("--data", "none.jsonl"), "--data none.jsonl: can't be read (No such file or directory)"),
@@ -285,3 +288,8 @@ def test_what_no_machine_has_and_no_module_can(
     glm = save_family(tmp_path / "glm", "glm-5", make_family("glm-5"))
     assert "--nextn 1 --drafter mtp-vanilla" in refusal(*command, glm)
     assert EAGLE.memory(plain) > replace(EAGLE, lora=1).memory(plain)
+
+
+def test_answers_that_end_before_a_step() -> None:
+    assert tune_head.acceptance_length([OwnAnswer([5], [1], 0, 0)]) == 1
+    assert tune_head.acceptance_length([OwnAnswer([5], [1, 2, 3, 4], 2, 3)]) == 2.5
