@@ -162,7 +162,7 @@ def test_an_operator_that_nobody_has_probed(
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.5, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.6, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
