@@ -50,3 +50,8 @@ def read_json(path: Path, most: int = MOST_TEXT) -> Any:
         return json.loads(read_text(path, most))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def user_cache_folder() -> Path:
+    """Return the folder of files that are safe to delete, below XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpbuild"

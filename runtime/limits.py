@@ -6,6 +6,7 @@ them.
 
 import math
 import os
+import platform
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
     quota = min(map(_quota, _groups(root, "cpu")), default=math.inf)
     processors = int(max(1, min(len(usable_processors(usable)), quota)))
     return Limits(min(memory, default=None), min(free, default=UNKNOWN), processors)
+
+
+def read_cpu_name() -> str:
+    """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
+    if found := re.search(r"^model name\s*:(.*)", text_of(SYSTEM / "proc/cpuinfo"), re.MULTILINE):
+        return found[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def usable_processors(usable: Collection[int] | None = None) -> Collection[int]:

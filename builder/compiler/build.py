@@ -121,6 +121,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             if inexact is None and plan.ranks.tp == 1:
                 with stages("probe"):
                     record_probe(staged.folder, out.name, write, refuse=request.exact)
+                if plan.adaptive:
+                    with stages("time steps"):
+                        time_steps(staged.folder)
     if request.dump is not None and not request.dump.exists():
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
     if todo and job.calibrates:
@@ -161,6 +164,16 @@ def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bo
     if found.wrong is not None:
         logger.warning("note: %s is not exact: %s", name, found.wrong)
     write(exact=found.wrong is None, probed=found.checked)
+
+
+def time_steps(folder: Path) -> None:
+    """Measure an adaptive engine's steps, so that its first load on this machine need not."""
+    from mtpbuild.runtime.engine.step_times import BUILD_SECONDS, open_step_times
+    from mtpbuild.runtime.programs import load_programs
+
+    manifest = read_manifest(folder)
+    programs = load_programs(folder, manifest)
+    open_step_times(programs, manifest, None, BUILD_SECONDS)
 
 
 def write_weights(

@@ -22,6 +22,7 @@ from mtpbuild.builder.gguf.container import SHARD, GgufFile, own_path, read_file
 from mtpbuild.builder.gguf.mapped import Mapped
 from mtpbuild.builder.gguf.tokenizer import tokenizer_files, unknown_split
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.files import user_cache_folder
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 logger = logging.getLogger(__name__)
@@ -192,8 +193,7 @@ def _link(source: Path, link: Path) -> None:
 
 
 def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "mtpbuild" / "gguf"
+    return user_cache_folder() / "gguf"
 
 
 def _hash(paths: list[Path]) -> str:

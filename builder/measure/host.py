@@ -1,10 +1,8 @@
 """Describe and measure this machine: processor, load, versions, memory, disks."""
 
-import contextlib
 import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import sys
@@ -19,7 +17,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.limits import SYSTEM, measure_limits
+from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_cpu_name
 
 READ = 1 << 28  # bytes, more than caches hold
 PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
@@ -43,15 +41,6 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "command": shlex.join(["mtpbuild", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def read_cpu_name() -> str:
-    """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
-    with contextlib.suppress(OSError):  # not Linux
-        cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"^model name\s*:(.*)", cpus, re.MULTILINE):
-            return found[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def physical_memory() -> int | None:

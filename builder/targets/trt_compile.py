@@ -17,6 +17,7 @@ from torch import Tensor
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.files import user_cache_folder
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 FAST = 1  # of TensorRT's levels 0 to 5; the default is 3
@@ -105,8 +106,7 @@ def strip(
 
 def place(version: str, capability: str) -> Path:
     """Return the path of the timing cache, below XDG_CACHE_HOME or ~/.cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "mtpbuild" / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
+    return user_cache_folder() / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
 
 @contextlib.contextmanager

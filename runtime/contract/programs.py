@@ -128,6 +128,10 @@ class Adaptive(Programs, Protocol):
         """
         ...
 
+    def propose(self, slot: int, drafts: Sequence[int], kept: int = 0) -> None:
+        """Replace a slot's pending drafts after the first `kept` ones."""
+        ...
+
 
 class Constraining(Programs, Protocol):
     """Programs whose steps can follow a grammar, for requests whose controls say so.

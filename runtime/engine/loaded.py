@@ -19,6 +19,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manif
 from mtpbuild.runtime.contract.programs import Adaptive, Programs, Shared
 from mtpbuild.runtime.engine.driver import Driver
 from mtpbuild.runtime.engine.loop import Loop
+from mtpbuild.runtime.engine.step_times import LOAD_SECONDS, StepTimes, open_step_times
 from mtpbuild.runtime.errors import (
     ContextLengthError,
     EngineError,
@@ -59,12 +60,19 @@ class LoadedEngine:
         *,
         overlap: bool = True,
         prefix_cache: PrefixCache | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.folder: Path | None = None  # that it was loaded from
         self.manifest = manifest
         self.tokenizer = tokenizer
         self._grammars = Grammars(manifest, tokenizer, programs.features)
-        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
+        self._loop = Loop(
+            programs,
+            manifest,
+            overlap=overlap,
+            prefix_cache=prefix_cache,
+            step_times=step_times,
+        )
         self._driver = Driver(self._loop)
         self.totals = RequestTotals(manifest.build.max_seq_len)
 
@@ -127,13 +135,23 @@ class LoadedEngine:
             tokenizer = load_tokenizer(folder, manifest, template)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
+            times = None
+            if manifest.build.adaptive:
+                times = open_step_times(programs, manifest, threads, LOAD_SECONDS)
             with contextlib.suppress(OSError):  # an engine that others own
                 os.utime(folder)  # the time of its last use, for `mtpbuild list`
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
             rows_folder = prefix_cache_dir if prefix_cache else None
             cache = open_prefix_cache(programs, limited, folder, limit, rows_folder)
-            engine = cls(programs, limited, tokenizer, overlap=overlap, prefix_cache=cache)
+            engine = cls(
+                programs,
+                limited,
+                tokenizer,
+                overlap=overlap,
+                prefix_cache=cache,
+                step_times=times,
+            )
             engine.folder = folder
             return engine
         except OSError as error:

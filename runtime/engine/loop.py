@@ -25,6 +25,7 @@ from mtpbuild.runtime.contract.programs import (
 )
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.engine.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
+from mtpbuild.runtime.engine.step_times import StepTimes
 from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.requests.request import Request, TokenLogprobs, first_line
@@ -59,6 +60,7 @@ class Loop:
         *,
         overlap: bool = True,
         prefix_cache: PrefixCache | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         build = manifest.build
         self.programs = programs
@@ -69,7 +71,9 @@ class Loop:
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
         self._tokens_now = 0  # the same number for the current step
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
-        self._launcher = AdaptiveNextn(build.nextn) if build.adaptive else StepLauncher()
+        self._launcher = StepLauncher()
+        if build.adaptive:
+            self._launcher = AdaptiveNextn(build.nextn, step_times)
         if overlap and Feature.OVERLAP in programs.features:
             self._launcher = OverlappingLauncher()
         self._window, self._chunk = manifest.window, build.prefill_chunk

@@ -60,18 +60,22 @@ class HostSlots(Slots):
         drafts: list[int] = carries["window"][slot, 1 : 1 + carries["num_drafts"][slot]].tolist()
         return drafts
 
-    def constrain(self, slot: int, constraint: Constraint) -> None:
-        """Set a slot's token mask and replace its drafts after the first `kept` ones.
+    def propose(self, slot: int, drafts: Sequence[int], kept: int = 0) -> None:
+        """Replace a slot's pending drafts after the first `kept` ones.
 
         A replaced draft gets probability 1 in its row of `draft_probs`.
         """
-        self._controls[ALLOWED][slot] = constraint.allowed
-        carries, kept, count = self._carries[self._now], constraint.kept, len(constraint.drafts)
+        carries, count = self._carries[self._now], len(drafts)
         carries["num_drafts"][slot] = count
-        carries["window"][slot, 1 + kept : 1 + count] = constraint.drafts[kept:]
+        carries["window"][slot, 1 + kept : 1 + count] = drafts[kept:]
         for k in range(kept, count):
             carries["draft_probs"][slot, k] = 0
-            carries["draft_probs"][slot, k, constraint.drafts[k]] = 1
+            carries["draft_probs"][slot, k, drafts[k]] = 1
+
+    def constrain(self, slot: int, constraint: Constraint) -> None:
+        """Set a slot's token mask, and its drafts."""
+        self._controls[ALLOWED][slot] = constraint.allowed
+        self.propose(slot, constraint.drafts, constraint.kept)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._caches.park(slot, start + len(tokens) - self.lookahead)

@@ -1,6 +1,6 @@
 """An engine that drafts as many tokens as pay: its text is that of plain decoding all the same."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
+from mtpbuild.runtime.engine.step_times import StepLoad, StepTable
+from mtpbuild.runtime.files import user_cache_folder
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
 
@@ -28,16 +30,46 @@ class Restless(AdaptiveNextn):
         super().__init__(most)
         self._rng = np.random.default_rng(2)
 
-    def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
-        super().choose(requests, kind)
-        self._nextn = int(self._rng.integers(self._most + 1))
-        return self._nextn
+    def choose(self, left: Mapping[Hashable, int], load: StepLoad) -> int:
+        super().choose(left, load)
+        assert self._last is not None
+        self._last.nextn = int(self._rng.integers(self._most + 1))
+        return self._last.nextn
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow one draft, which is five programs to compile; tests/builder/test_step.py has more."""
-    monkeypatch.setattr("mtpbuild.builder.plan.plan.ADAPTIVE_NEXTN", 1)
+    for module in ("plan.plan", "compiler.plans"):
+        monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep step times in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("predictable")
+@pytest.mark.usefixtures("few")
+def test_step_times_are_measured_once(predictable_engine: EngineBuilder) -> None:
+    """By the first load on a machine; a damaged file is measured again."""
+    folder = predictable_engine("auto", max_batch=3)
+    Engine.load(folder, threads=1).close()
+    (kept,) = (user_cache_folder() / "step-times").iterdir()
+    text = kept.read_text()
+    table = StepTable.model_validate_json(text)
+    lists = [*table.slots.values(), table.mixed, table.long]
+    assert sorted(table.slots) == [1, 2, 3]
+    assert all(len(each) == 2 and min(each) > 0 for each in lists)
+    Engine.load(folder, threads=1).close()
+    assert kept.read_text() == text
+    kept.write_text(text.replace("[", "[-1.0,", 1))
+    Engine.load(folder, threads=1).close()
+    assert StepTable.model_validate_json(kept.read_text()).slots.keys() == {1, 2, 3}
+    Engine.load(folder, threads=2).close()
+    assert len([*kept.parent.iterdir()]) == 2
 
 
 @pytest.mark.full

@@ -206,6 +206,9 @@ class FakePrograms:
         self.window = nextn + 1
         self.drafts = [drafts[:nextn] for drafts in self.drafts]
 
+    def propose(self, slot: int, drafts: Sequence[int], kept: int = 0) -> None:
+        self.drafts[slot][kept:] = drafts[kept:]
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         if self.fail:
             raise self.fail

@@ -1,0 +1,64 @@
+"""How likely drafts are accepted: a belief about each request, updated by its steps.
+
+A request has a level, the probability that its first draft is accepted. It is unknown and may
+change with the text, so a request has a belief: the probability of each level in LEVELS. Position
+i's draft is accepted with level * factor[i] if those before it were. The factors are the model's
+and are learnt from all requests.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+
+from mtpbuild.runtime.contract.programs import Floats
+
+Belief: TypeAlias = Floats  # [levels] their probabilities, whose sum is 1
+
+LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97], np.float32)
+_weights = (LEVELS + 0.1) ** 2
+PRIOR: Belief = _weights / _weights.sum()  # a new request's; most MTP modules have 0.7 to 0.9
+# Probability per step that the level has changed: of a step with drafts, and of one without, whose
+# belief should stay as sure as trials can afford.
+CHANGE, IDLE_CHANGE = 0.005, 0.002
+FACTOR_WEIGHT = 40.0  # a position's factor starts as 1, with the weight of this many drafts
+FACTOR_DECAY, FACTOR_INTERVAL = 0.98, 16  # weight that older drafts keep, each so many steps
+MOST_FACTOR, MOST_RATE = 1.2, 0.99
+
+
+class AcceptanceModel:
+    """The engine's part of acceptance: the factor of each of `nextn` positions."""
+
+    def __init__(self, nextn: int) -> None:
+        self._judged, self._accepted = np.zeros((2, nextn), np.float32)
+        self._steps = 0
+        self._set_factors(np.ones(nextn, np.float32))
+
+    def update(self, belief: Belief, accepted: int, drafted: int) -> Belief:
+        """Return a request's belief after a step that accepted `accepted` of `drafted` drafts."""
+        change = IDLE_CHANGE
+        if drafted:
+            tried = min(accepted + 1, drafted)
+            self._judged[:tried] += belief @ LEVELS
+            self._accepted[:accepted] += 1
+            belief = belief * self._likelihood(accepted, drafted)
+            belief /= belief.sum()
+            change = CHANGE
+        self._steps += 1
+        if self._steps % FACTOR_INTERVAL == 0:
+            self._judged *= FACTOR_DECAY
+            self._accepted *= FACTOR_DECAY
+            found = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
+            self._set_factors(np.minimum(found, MOST_FACTOR) / found[0])
+        return (1 - change) * belief + change * PRIOR
+
+    def _likelihood(self, accepted: int, drafted: int) -> Floats:
+        """Return the probability [levels] of a step's result; none is 0."""
+        found = self._reached[:, accepted]
+        return (found * (1 - self._rates[:, accepted]) if accepted < drafted else found) + 1e-9
+
+    def _set_factors(self, factors: Floats) -> None:
+        self._rates = np.minimum(LEVELS[:, None] * factors, MOST_RATE)  # [levels, nextn]
+        ones = np.ones((len(LEVELS), 1), np.float32)
+        # [levels, nextn + 1]: the probability that the first k drafts are accepted
+        self._reached = np.concatenate([ones, np.cumprod(self._rates, 1)], 1)
+        self.tokens: Floats = np.cumsum(self._reached, 1)  # a step's, by level and nextn

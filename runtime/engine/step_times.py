@@ -1,0 +1,187 @@
+"""The seconds of a decode step by number of drafts: measured on this machine, kept in a file.
+
+A step's time depends on the numbers of drafts, slots and cached rows, not on the text. So it is
+measured before the first request, with random tokens, at a few points; later steps correct it.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Adaptive, Programs
+from mtpbuild.runtime.files import read_text, user_cache_folder
+from mtpbuild.runtime.limits import read_cpu_name
+from mtpbuild.runtime.threads import default_threads
+
+Seconds: TypeAlias = NDArray[np.float64]  # [nextn + 1] of a step, by nextn
+
+SHORT, LONG = 64, 4096  # cached rows of the measured steps
+STEPS = 6  # measured steps of each nextn
+SLOW, SLOW_STEPS = 0.02, 2  # seconds from which a step is slow; measured steps of such a nextn
+LOAD_SECONDS, BUILD_SECONDS = 2.0, 60.0  # for measurements at a load, at the end of a build
+SAMPLED = StepControls(temperature=1.0)
+# An unmeasured step is taken as the time of one without drafts, plus this share for each draft.
+SHARE_PER_DRAFT = 0.3
+# Learning rates per step: of all times, and of the time of the step's own nextn. The latter's
+# correction fades, so that a nextn that is not chosen does not keep a wrong one.
+SHARED_RATE, OWN_RATE, OWN_DECAY = 0.08, 0.02, 0.998
+
+log = logging.getLogger("mtpbuild")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step's time depends on beside nextn; rows: cached rows of all its slots together."""
+
+    slots: int
+    rows: int
+    mixed: bool = False
+
+
+class StepTable(BaseModel):
+    """An engine's measured seconds on a machine; each list is by nextn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    slots: dict[int, list[float]] = {}  # by number of slots, with SHORT rows each
+    mixed: list[float] = []  # one slot, by the program that reads controls
+    long: list[float] = []  # one slot, with LONG rows or as many as fit
+
+
+class StepTimes:
+    """The expected seconds of a step: a table's, corrected by the steps of this process."""
+
+    def __init__(self, nextn: int, table: StepTable | None = None, long_rows: int = LONG) -> None:
+        table = table or StepTable()
+        guess = [1 + SHARE_PER_DRAFT * k for k in range(nextn + 1)]
+        slots = table.slots or {1: guess}
+        self._sizes = sorted(slots)
+        self._times = np.array([slots[size] for size in self._sizes])  # [sizes, nextn + 1]
+        short = self._times[0]
+        self._per_mixed_slot = np.maximum(np.array(table.mixed or short) - short, 0)
+        more = np.maximum(np.array(table.long or short) - short, 0)
+        self._per_row = more / max(long_rows - SHORT, 1)
+        self._scale = 1.0
+        self._own = np.ones(nextn + 1)
+        self._known = bool(table.slots)
+
+    def seconds(self, load: StepLoad) -> Seconds:
+        """Return the seconds of a step of this load, for each nextn."""
+        slots = [np.interp(load.slots, self._sizes, times) for times in self._times.T]
+        rows = max(load.rows - SHORT * load.slots, 0)
+        found: Seconds = np.array(slots) + self._per_row * rows
+        if load.mixed:
+            found += self._per_mixed_slot * load.slots
+        return found * self._own * self._scale
+
+    def correct(self, load: StepLoad, nextn: int, seconds: float) -> None:
+        """Correct the times by a step's measured seconds."""
+        ratio = seconds / float(self.seconds(load)[nextn])
+        if not self._known:  # the first step says what a guess is in seconds
+            self._scale, self._known = ratio, True
+            return
+        ratio = min(max(ratio, 0.5), 2.0)  # the step may have been disturbed
+        self._scale *= ratio**SHARED_RATE
+        self._own **= OWN_DECAY
+        self._own[nextn] *= ratio**OWN_RATE
+
+
+def open_step_times(
+    programs: Programs, manifest: Manifest, threads: int | None, seconds: float
+) -> StepTimes:
+    """Return an adaptive engine's step times on this machine; measure those not in its file.
+
+    seconds: after this time no further points are measured; a later call measures them.
+    """
+    path = _path(manifest, threads)
+    table = _read(path, manifest.build.nextn)
+    if _measure(cast(Adaptive, programs), manifest, table, seconds):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            log.warning("note: step times can't be kept for later starts: %s", error)
+    return StepTimes(manifest.build.nextn, table, _long_rows(manifest))
+
+
+def _path(manifest: Manifest, threads: int | None) -> Path:
+    """Return the file of an engine's step times on this processor with so many threads."""
+    machine = f"{read_cpu_name()}, {threads or default_threads()} threads"
+    name = hashlib.sha256(f"{manifest.build.fingerprint} {machine}".encode()).hexdigest()[:16]
+    return user_cache_folder() / "step-times" / f"{name}.json"
+
+
+def _read(path: Path, nextn: int) -> StepTable:
+    """Read a table; return an empty one if there is none, or if it is not this engine's."""
+    with contextlib.suppress(OSError, ValidationError):
+        table = StepTable.model_validate_json(read_text(path))
+        lists = [*table.slots.values(), table.mixed, table.long]
+        numbers = [number for each in lists for number in each]
+        if all(len(each) in (0, nextn + 1) for each in lists) and min(numbers, default=1) > 0:
+            return table
+    return StepTable()
+
+
+def _long_rows(manifest: Manifest) -> int:
+    return min(LONG, manifest.build.max_seq_len - manifest.window)
+
+
+def _measure(programs: Adaptive, manifest: Manifest, table: StepTable, seconds: float) -> bool:
+    """Measure the table's missing points for about so many seconds; return whether it changed."""
+    build, start, changed = manifest.build, time.perf_counter(), False
+    powers = [1 << i for i in range(build.slots.bit_length())]
+    for size in dict.fromkeys([1, build.slots, *(p for p in powers if p < build.slots)]):
+        if size not in table.slots and time.perf_counter() - start < seconds:
+            table.slots[size] = _time_steps(programs, manifest, size)
+            changed = True
+    if not table.mixed and time.perf_counter() - start < seconds:
+        table.mixed = _time_steps(programs, manifest, 1, controls=SAMPLED)
+        changed = True
+    if not table.long and time.perf_counter() - start < seconds:
+        table.long = _time_steps(programs, manifest, 1, rows=_long_rows(manifest))
+        changed = True
+    return changed
+
+
+def _time_steps(
+    programs: Adaptive,
+    manifest: Manifest,
+    slots: int,
+    *,
+    rows: int = SHORT,
+    controls: StepControls = GREEDY,
+) -> list[float]:
+    """Return the seconds of a step, by nextn; the slots stay free.
+
+    Tokens and drafts are random: equal ones would visit the same experts.
+    """
+    build, rng, found = manifest.build, np.random.default_rng(0), list[float]()
+    rows = min(rows, build.max_seq_len - manifest.window)
+    active = np.arange(build.slots) < slots
+    for nextn in range(build.nextn + 1):
+        programs.draft(nextn)
+        times, count = list[float](), STEPS
+        while len(times) <= count:  # the first step is not counted
+            for slot in range(slots):
+                newest, *drafts = rng.integers(manifest.model.vocab_size, size=nextn + 1).tolist()
+                programs.begin(slot, rows, newest, controls)
+                programs.propose(slot, drafts)
+            start = time.perf_counter()
+            programs.step(active, rows + manifest.window)
+            times.append(time.perf_counter() - start)
+            count = SLOW_STEPS if times[-1] > SLOW else STEPS
+        found.append(min(times[1:]))  # disturbances only add time
+    return found
