@@ -21,9 +21,9 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.weight import WHOLE
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.calibration import Calibration
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import requantise
 from mtpbuild.builder.weights.scheme import SCHEMES
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.streamed import BATCH
 from mtpbuild.runtime.errors import UsageError
 

@@ -97,13 +97,14 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
         return Peer(f"llama.cpp {kind.upper()}", weights, (*command, str(CONTEXT)), make)
 
     def plain() -> Peer:
-        path, script = FOLDER / "plain.onnx", str(HERE / "plain_onnx.py")
+        path = FOLDER / "plain.onnx"
 
         def make() -> None:
             if not path.exists():
-                run_command([python, script, str(checkpoint), str(path), "--make"])
+                run_command([python, str(HERE / "plain_export.py"), str(checkpoint), str(path)])
 
-        return Peer("onnxruntime plain export", "fp32", (python, script, str(path), count), make)
+        command = (python, str(HERE / "plain_onnx.py"), str(path), count)
+        return Peer("onnxruntime plain export", "fp32", command, make)
 
     def ours(nextn: int, weights: str) -> Peer:
         out = FOLDER / f"{weights}_n{nextn}"

@@ -19,6 +19,8 @@ from mtpbuild.plugins.definition import bind
 
 AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
 MULTIPROCESSORS = 132  # of an H100
+INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
+STAGES = 3  # tiles of unquantised weights in flight
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,11 @@ def choose_columns(groups: int, columns: int) -> int:
 def round_up_to_tile(size: int, least: int = 16) -> int:
     """Round up to a power of two, at least `least`: tensor cores take no side below 16."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+def inputs_of_tile(weight: Tensor, depth: int) -> int:
+    """Return how many of a row's `depth` inputs a tile of an unquantised weight has."""
+    return min(INPUTS // weight.element_size(), round_up_to_tile(depth))
 
 
 def shared_memory(device: torch.device) -> int:

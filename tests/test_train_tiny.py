@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from tests.support.transformers_oracle import transformers_model
 
 ROOT = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -77,56 +77,19 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             from mtpbuild.builder.compiler.notes import describe_formats, log_notes
             from mtpbuild.builder.program.engine_weights import EngineWeights
 
-            if job.calibrates:
-                from mtpbuild.builder.compiler.own_text import calibrate_model, discard
-
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
             model = job.open_model()
             log_notes(model)
             formats = describe_formats(model)
             weights = EngineWeights(model, stages.watch)
-
     for out, ranks in todo.items():
-        plan, inputs = job.plans[out], f"{job.fingerprints[out]} {[*ranks]}"
-        with staged_folder(
-            out, inputs=inputs, discard_parts=request.force, rank=request.rank, put=layout.publish
-        ) as staged:
-            # 4. Weights: written once, shared by every engine that has the same ones.
-            folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
-            embedded = job.target.embeds_weights(plan.options)
-            if job.calibrates and WEIGHTS not in staged.hashes(staged.folder):
-                at = next(iter(job.plans))
-                how = request, at, job.fingerprints[at], stages, build
-                weights.model = calibrate_model(weights.model, *how)
-            with stages("write weights"):
-                # onnx refuses links, so weights that programs embed get a file of their own.
-                siblings = None if embedded else out.parent
-                places = write_weights(weights, staged, folders, siblings)
-
-            # 5. One graph per program: step program -> torch.export -> target.
-            with dumping(request, out):
-                programs = compile_programs(job, out, model, places, staged, folders, stages)
-            inexact = why_inexact(job, out, programs, folders)
-
-            # 6. The directory: tokenizer, manifests with hashes, one rename.
-            with stages("package"):
-                for folder in folders.values():
-                    if not job.target.keeps_weights(folder, plan.options):
-                        (folder / WEIGHTS).unlink()
-                copy_side_files(job.source.folder, staged.folder, request.chat_template)
-                write_draft_ids(plan.draft_ids, staged.folder)
-                write = partial(write_manifests, job, out, model, staged, folders, programs)
-                write(exact=inexact is None)
-            if inexact is None and plan.ranks.tp == 1:
-                with stages("probe"):
-                    record_probe(staged.folder, out.name, write, refuse=request.exact)
-                if plan.adaptive:
-                    with stages("time steps"):
-                        time_steps(staged.folder)
+        build_engine(job, out, ranks, weights, stages)
     if request.dump is not None and not request.dump.exists():
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
     if todo and job.calibrates:
+        from mtpbuild.builder.compiler.own_text import discard
+
         discard(next(iter(job.plans)))
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
@@ -134,6 +97,55 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         BuiltEngine(out, read_manifest(out), out not in todo, formats if out in todo else "")
         for out in job.plans
     ]
+
+
+def build_engine(
+    job: Job, out: Path, ranks: Iterable[int], weights: "EngineWeights", stages: Stages
+) -> None:
+    """Build these ranks of an engine in a folder that gets its name when it is whole."""
+    plan, request, target = job.plans[out], job.request, job.target
+    inputs = f"{job.fingerprints[out]} {[*ranks]}"
+    with staged_folder(
+        out, inputs=inputs, discard_parts=request.force, rank=request.rank, put=layout.publish
+    ) as staged:
+        # 4. Weights: written once, shared by every engine that has the same ones.
+        folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
+        if job.calibrates and WEIGHTS not in staged.hashes(staged.folder):
+            calibrate_weights(job, weights, stages)
+        with stages("write weights"):
+            # onnx refuses links, so weights that programs embed get a file of their own.
+            siblings = None if target.embeds_weights(plan.options) else out.parent
+            places = write_weights(weights, staged, folders, siblings)
+
+        # 5. One graph per program: step program -> torch.export -> target.
+        with dumping(request, out):
+            programs = compile_programs(job, out, weights.model, places, staged, folders, stages)
+        inexact = why_inexact(job, out, programs, folders)
+
+        # 6. The directory: tokenizer, manifests with hashes, one rename.
+        with stages("package"):
+            for folder in folders.values():
+                if not target.keeps_weights(folder, plan.options):
+                    (folder / WEIGHTS).unlink()
+            copy_side_files(job.source.folder, staged.folder, request.chat_template)
+            write_draft_ids(plan.draft_ids, staged.folder)
+            write = partial(write_manifests, job, out, weights.model, staged, folders, programs)
+            write(exact=inexact is None)
+        if inexact is None and plan.ranks.tp == 1:
+            with stages("probe"):
+                record_probe(staged.folder, out.name, write, refuse=request.exact)
+            if plan.adaptive:
+                with stages("time steps"):
+                    time_steps(staged.folder)
+
+
+def calibrate_weights(job: Job, weights: "EngineWeights", stages: Stages) -> None:
+    """Calibrate the model's weights; what is not finished lies beside the first engine."""
+    from mtpbuild.builder.compiler.own_text import calibrate_model
+
+    first = next(iter(job.plans))
+    how = job.request, first, job.fingerprints[first], stages, build
+    weights.model = calibrate_model(weights.model, *how)
 
 
 def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:

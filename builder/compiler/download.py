@@ -25,9 +25,9 @@ from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, Model, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.builder.weights.stored import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 

@@ -21,10 +21,10 @@ from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 

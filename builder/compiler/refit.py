@@ -1,7 +1,7 @@
 """Put new weights of the same architecture into an engine, without lowering its programs again."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -65,18 +65,7 @@ def refit(
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
-    if old.split:
-        raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
-    target = load_target(old.target.name)
-    options = target.Options(**find_target(target.name).build_flags(old))
-    if target.embeds_weights(options):
-        raise UsageError(
-            f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
-        )
-    if old.build.calibrated is not None:
-        raise UsageError(f"{engine}: its weights were calibrated: build the new ones")
-    if CONFIG not in old.files:
-        raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
+    target, options = refittable_target(engine, old)
 
     watch("check checkpoint")
     new = open_model(engine, old, model, target, options, mtp)
@@ -91,20 +80,44 @@ def refit(
         watch("package")
         copy_side_files(new.source.folder, folder, chat_template)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
-        inputs = f"{old.build.fingerprint} refitted with {sha256}"
-        fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
-        changes = {
-            "mtpbuild": version("mtpbuild"),
-            "model": model_info(new),
-            "build": old.build.model_copy(update={"fingerprint": fingerprint}),
-            "files": describe_files(folder, kept | {WEIGHTS: sha256}),
-        }
-        manifest = old.model_copy(update=changes)
+        manifest = describe_refitted(old, new, folder, sha256, kept)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         if prefixes:
             watch("compute prefixes")
             remake_prefixes(engine, folder, old)
     return old, read_manifest(engine)
+
+
+def refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]:
+    """Return an engine's target and its options; raise UsageError if it can't be refitted."""
+    if old.split:
+        raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
+    target = load_target(old.target.name)
+    options = target.Options(**find_target(target.name).build_flags(old))
+    if target.embeds_weights(options):
+        raise UsageError(
+            f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
+        )
+    if old.build.calibrated is not None:
+        raise UsageError(f"{engine}: its weights were calibrated: build the new ones")
+    if CONFIG not in old.files:
+        raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
+    return target, options
+
+
+def describe_refitted(
+    old: Manifest, new: OpenedModel, folder: Path, sha256: str, kept: Mapping[str, str]
+) -> Manifest:
+    """Return the manifest with the new model; sha256: of its weights, kept: of old files."""
+    inputs = f"{old.build.fingerprint} refitted with {sha256}"
+    fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
+    changes = {
+        "mtpbuild": version("mtpbuild"),
+        "model": model_info(new),
+        "build": old.build.model_copy(update={"fingerprint": fingerprint}),
+        "files": describe_files(folder, {**kept, WEIGHTS: sha256}),
+    }
+    return old.model_copy(update=changes)
 
 
 def open_model(

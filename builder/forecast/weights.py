@@ -16,9 +16,9 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 

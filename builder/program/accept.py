@@ -11,13 +11,13 @@ from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, shaped_probs_op
+from mtpbuild.plugins.accept_mixed.edits import without_banned
 from mtpbuild.plugins.accept_mixed.op import (
     Verdict,
     accept_mixed,
     draft_number,
     judge_of,
     score_drafts,
-    without_banned,
 )
 from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.plugins.branch import when

@@ -144,8 +144,8 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
         report = TunedHead(
             EAGLE if how.eagle else VANILLA,
             how.nextn,
-            acceptance_length(before),
-            acceptance_length(after),
+            tokens_per_step(before),
+            tokens_per_step(after),
             len(before),
             sum(one.answer == other.answer for one, other in zip(before, after, strict=True)),
             len(answers),
@@ -299,7 +299,7 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
     write_shards(folder, split(entries), read)
 
 
-def acceptance_length(answers: Sequence[OwnAnswer]) -> float:
+def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:
     """Return how many tokens a step emits; 1 if all answers ended before the first step."""
     steps = sum(each.steps for each in answers)
     return 1 + sum(each.accepted for each in answers) / max(1, steps)

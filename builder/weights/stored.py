@@ -5,17 +5,14 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import read_object, read_quantisation
-from mtpbuild.builder.checkpoint.shards import Index, find_shards, more
-from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
+from mtpbuild.builder.checkpoint.shards import more
+from mtpbuild.builder.checkpoint.text_model import Part
 from mtpbuild.builder.formats import (
     DTYPES,
     SUPPORTED,
@@ -23,14 +20,12 @@ from mtpbuild.builder.formats import (
     Format,
     Settings,
     Shape,
-    own_name,
     refuse_too_large,
     stored_format,
 )
-from mtpbuild.builder.gguf.container import own_path
-from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, how_to_join, weights_in
+from mtpbuild.builder.gguf.folder import how_to_join
 from mtpbuild.builder.lazy_torch import torch
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.models.modules import (
@@ -40,11 +35,10 @@ from mtpbuild.builder.models.modules import (
     stored_modules,
     sure_modules,
 )
-from mtpbuild.builder.weights.made import Made, made_weights
+from mtpbuild.builder.weights.made import Made
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
-from mtpbuild.runtime.safetensors_header import Header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -344,110 +338,3 @@ class Checkpoint:
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
             raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
-
-
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
-    if holds_gguf(folder):
-        return Checkpoint(own_path(find_trunk(folder)), dict(gguf_entries(folder)), 0, {})
-    paths, index = find_shards(folder)
-    return collect_tensors(folder, map(list_entries, paths), index)
-
-
-def collect_tensors(
-    folder: Path, shards: Iterable[Iterable[FileEntry]], index: Index | None
-) -> Checkpoint:
-    """Return the checkpoint of these shards' tensors, whose files need not be here."""
-    tensors: dict[str, FileEntry] = {}
-    files: dict[str, Path] = {}
-    for entry in chain.from_iterable(shards):
-        if entry.name in files:
-            other = files[entry.name]
-            raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name], found = entry.file, entries(entry)
-        if twice := found.keys() & tensors.keys():
-            same = tensors[min(twice)].name
-            raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
-        tensors |= found
-    if index is not None:
-        index.check(files)
-    tower = sum(text_name(name) is None for name in files)
-    return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
-
-
-@dataclass(frozen=True)
-class Undone:
-    """A weight that MLX's conversion changed, as it was."""
-
-    checkpoint: Checkpoint
-    made: Made
-
-    @property
-    def format(self) -> Format | None:
-        return None
-
-    def read(self) -> Tensor:
-        return self.made.change(*map(self.checkpoint.read, self.made.sources))
-
-
-def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the weights that MLX's conversion changed as they were."""
-    tensors = {**checkpoint.tensors}
-    model_type = str(read_object(checkpoint.folder / CONFIG).get("model_type"))
-    for made in made_weights(checkpoint.tensors, checkpoint.settings, model_type):
-        entry = tensors[next(iter(made.sources))]
-        for name in checkpoint.check_sources(made):
-            tensors.pop(name, None)
-        undone = Undone(checkpoint, made)
-        tensors[made.name] = FileEntry("F32", made.shape, entry.file, made.name, source=undone)
-    return replace(checkpoint, tensors=tensors)
-
-
-def list_entries(path: Path) -> list[FileEntry]:
-    """List the tensors of a safetensors file."""
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            return [
-                FileEntry(tensor.get_dtype(), tuple(tensor.get_shape()), path, name)
-                for name, tensor in slices.items()
-            ]
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
-
-
-def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
-    """List the tensors in the header of a file that may be elsewhere."""
-    try:
-        return [FileEntry(e["dtype"], tuple(e["shape"]), path, n) for n, e in header.items()]
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
-
-
-def gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the tensors of a folder's GGUF files under the checkpoint's names."""
-    for weight in weights_in(folder):
-        for name, entry, source in weight.entries():
-            yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
-
-
-def entries(entry: FileEntry) -> dict[str, FileEntry]:
-    """Return the text model's weights in one tensor of a file, by name."""
-    name = text_name(entry.name)
-    if name is None:
-        return {}
-    name = own_name(name)
-    experts = {
-        own: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
-        for own, part in unstacked(name, entry.shape)
-    }
-    return experts or {name: entry}
-
-
-def cut_tensors(checkpoint: Checkpoint, layers: LayersSlice | None) -> Checkpoint:
-    """Return the tensors of a slice, renamed for a model of its layers alone; None: all layers."""
-    if layers is None:
-        return checkpoint
-    count = load_config(checkpoint.folder).num_hidden_layers
-    renamed = ((layers.rename(name, count), entry) for name, entry in checkpoint.tensors.items())
-    return replace(checkpoint, tensors={new: entry for new, entry in renamed if new is not None})

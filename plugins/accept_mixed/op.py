@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_mixed.block import verify_block
+from mtpbuild.plugins.accept_mixed.edits import edit_logits
 from mtpbuild.plugins.accept_rewind.op import empty_verdict
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.definition import define
-from mtpbuild.plugins.penalties import READ, apply_penalties, copy_logits
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
     ACCEPT,
-    ALLOWED,
     BLOCK_DRAFT,
-    CONSTRAINED,
     DRAFT,
     MAX_LOGPROBS,
     RECOVER,
-    WORD,
 )
 from mtpbuild.runtime.contract.rules import Rule
 
@@ -87,20 +85,12 @@ def accept_mixed(
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
-    logits = _edit_logits(logits, at, window, controls, history)
-    if grammar:
-        logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
+    logits = edit_logits(logits, at, window, controls, history, grammar)
     p = shaped_probs(logits, controls)  # [B, T, V]
     numbers = controls["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
-    sampled = controls["temperature"] > 0
-    asked = {name: controls[name] for name in ("rejection", "block")}
-    operands = (p, window, draft_probs, real, numbers, asked)
-    drawn, drawn_margins, kept = when(sampled.any(), _draw_targets, _draw_nothing, operands)
-    top = logits.topk(2, dim=-1).values
-    target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
-    margins = torch.where(sampled[:, None], drawn_margins, top[..., 0] - top[..., 1])
-
+    operands = (p, window, draft_probs, real, numbers)
+    target, margins, kept = _choose_targets(logits, operands, controls)
     judged = judge_of(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
     n = torch.ones_like(lengths)
     if T > 1:
@@ -128,6 +118,19 @@ def accept_mixed(
         top_logprobs=best.values,
         **score_drafts(logprobs, window, draft_probs),
     )
+
+
+def _choose_targets(
+    logits: Tensor, operands: tuple[Tensor, ...], controls: Controls
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_draw_targets` does of its operands, and in greedy slots each row's argmax."""
+    sampled = controls["temperature"] > 0
+    asked = {name: controls[name] for name in ("rejection", "block")}
+    drawn = when(sampled.any(), _draw_targets, _draw_nothing, (*operands, asked))
+    top = logits.topk(2, dim=-1).values
+    target = torch.where(sampled[:, None], drawn[0], logits.argmax(-1))
+    margins = torch.where(sampled[:, None], drawn[1], top[..., 0] - top[..., 1])
+    return target, margins, drawn[2]
 
 
 def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[str, Tensor]:
@@ -170,54 +173,6 @@ def accept_mixed_op(
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
 
 
-def _edit_logits(
-    logits: Tensor, at: Tensor, window: Tensor, controls: Controls, history: Tensor | None
-) -> Tensor:
-    """Apply the requests' bans, biases and penalties to logits [B, T, V].
-
-    Without a history there are only bans, and no branch.
-    """
-    if history is None:
-        return without_banned(logits, at, controls)
-    edits = {name: controls[name] for name in (*READ, "banned_ids", "banned_until")}
-    wanted = (at[:, 0] < controls["banned_until"]) | controls["penalised"]
-    operands = (logits, at, window, edits, history)
-    return when(wanted.any(), _ban_and_penalise, copy_logits, operands)[0]
-
-
-def _ban_and_penalise(
-    logits: Tensor, at: Tensor, window: Tensor, edits: Controls, history: Tensor
-) -> tuple[Tensor, ...]:
-    left, lengths = without_banned(logits, at, edits), at[:, 0] - 1
-    return (apply_penalties(left, history, lengths, (window,), edits),)
-
-
-def without_banned(logits: Tensor, at: Tensor, controls: Controls) -> Tensor:
-    """Set the logits [B, T, V] of tokens that may not be emitted yet (min_tokens) to -inf."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    banned = (ids == controls["banned_ids"][..., None]).any(1)  # [B, V]
-    early = at < controls["banned_until"][:, None]  # [B, T]
-    return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
-
-
-def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> Tensor:
-    """Set the logits [B, T, V] of tokens that a slot's grammar forbids in their row to -inf.
-
-    constrained [B] bool: slots with a grammar. allowed [B, T, ceil(V / 32)] int32: bit masks of
-    allowed tokens, unpacked only if a slot of the step has a grammar.
-    """
-    operands = (logits, constrained, allowed)
-    return when(constrained.any(), _mask_forbidden, copy_logits, operands)[0]
-
-
-def _mask_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
-    place = torch.arange(WORD, dtype=torch.int32, device=logits.device)
-    bits = torch.bitwise_left_shift(torch.ones_like(place), place)  # the last one is the sign bit
-    free = (allowed[..., None] & bits) != 0
-    free = free.flatten(-2)[..., : logits.shape[-1]] | ~constrained[:, None, None]
-    return (torch.where(free, logits, -torch.inf),)
-
-
 def _draw_targets(
     p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, numbers: Tensor, asked: Controls
 ) -> tuple[Tensor, ...]:
@@ -245,54 +200,6 @@ def _draw_targets(
     number = torch.where(rejection, numbers[:, RECOVER], numbers[:, DRAFT])
     drawn, margins = draw(weights, number)
     return drawn, margins, kept
-
-
-def verify_block(
-    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Judge K drafts as a block, by the target's distribution p [B, K + 1, V] and the drafts' q.
-
-    This is algorithm 2 of Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR
-    2025); vLLM's `rejection_sample_method: block`. The output has the target's distribution, and no
-    rule with that property accepts more drafts on average.
-
-    draft_probs [B, K, V]: the distributions q that the drafts were drawn from. real [B, K]: which
-    drafts exist. Returns the probability [B, K] that drafts 0 .. j are all kept, which falls with
-    j, and the weights [B, K, V] of the token after j kept drafts; negative weights count as 0.
-
-    The first j drafts have the weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1), with c_0 = 1. All m
-    real drafts are kept with probability c_m. If they are not, shorter blocks are tried, the
-    longest first: j drafts are kept with probability S / (S + 1 - c_j), where S is the sum of
-    max(c_j p - q, 0) over the next row. The paper draws a number for each length. Comparing one
-    number with the cumulative probabilities has the same distribution, and leaves the numbers of
-    the other positions to later steps.
-    """
-    K, V = draft_probs.shape[1:]
-    drafts = window[:, 1:].clamp(0, V - 1)[..., None]
-    wanted = p[:, :K].gather(-1, drafts)[..., 0]
-    offered = draft_probs.gather(-1, drafts)[..., 0].clamp(min=torch.finfo(p.dtype).tiny)
-    valid = real & (drafts[..., 0] == window[:, 1:])
-    ratio = torch.where(valid, wanted / offered, 0.0)
-    weights, weight = [], torch.ones_like(ratio[:, 0])
-    for j in range(K):
-        weights.append(weight)  # c_j, of the j drafts before row j
-        weight = (weight * ratio[:, j]).clamp(max=1)
-    weights.append(weight)
-    c = torch.stack(weights, dim=1)  # [B, K + 1]
-    rest = c[:, :K, None] * p[:, :K] - draft_probs
-
-    excess = rest.clamp(min=0).sum(-1)  # [B, K]
-    room = excess + 1 - c[:, :K]
-    stop = torch.where(room > 0, excess / torch.where(room > 0, room, 1.0), 1.0)
-    whole = torch.cat([stop[:, 1:], c[:, K:]], dim=1)  # [B, K]: for j + 1 drafts
-    last = real & ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
-    exactly = torch.where(last, c[:, 1:], torch.where(real, whole, 0.0))
-    missed = ones = torch.ones_like(c[:, 0])
-    chances = []
-    for j in reversed(range(K)):
-        missed = missed * (ones - exactly[:, j])
-        chances.append(ones - missed)
-    return torch.stack(chances[::-1], dim=1), rest
 
 
 def _draw_nothing(

@@ -89,6 +89,48 @@ def law_of_row(
 
 
 @triton.jit
+def weight_of_block(figures, j, drafts):
+    """Return the weight c of the j drafts before a row with these figures (see `verify_block`)."""
+    weight = 1.0
+    for i in range(j):
+        of = figures - (j - i) * 8
+        offered = tl.maximum(tl.load(of + Q_DRAFT), 1.1754944e-38)
+        ratio = tl.where(i < drafts, tl.load(of + P_DRAFT) / offered, 0.0)
+        weight = tl.minimum(weight * ratio, 1.0)
+    return weight
+
+
+@triton.jit
+def drawn_token(
+    row, q, number, factor, excess,
+    vocab, t, top, floor, norm, early, bans, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the token that a number draws, and its margin, as `draw` does.
+
+    The weights are p, or max(factor p - q, 0) if their sum, `excess`, is above 0.
+    """
+    short = excess > 0
+    total = tl.where(short, excess, 1.0)
+    x = number * total
+    found, last, before, own, edge = vocab, 0, 0.0, 0.0, x
+    for begin in range(0, vocab, BLOCK):
+        if found == vocab:
+            v = begin + tl.arange(0, BLOCK)
+            p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
+            p = tl.where(p >= floor, p / norm, 0.0)
+            if short:
+                p = tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)
+            border = before + tl.cumsum(p, 0)
+            found = tl.min(tl.where((border > x) & (p > 0), v, vocab), 0)
+            own += tl.sum(tl.where(v == found, p, 0.0), 0)
+            edge += tl.sum(tl.where(v == found, border - x, 0.0), 0)
+            last = tl.maximum(last, tl.max(tl.where(p > 0, v, 0), 0))
+            before += tl.sum(p, 0)
+    token = tl.minimum(found, last)  # rounding can carry x up to the total
+    return token, tl.minimum(x - edge + own, edge - x) / total
+
+
+@triton.jit
 def draw_of_row(
     logits, figures, best_token, num_drafts, lengths, draft_probs,
     temperature, rejection, block, banned_ids, banned_until, uniforms,
@@ -112,14 +154,9 @@ def draw_of_row(
     to = figures + r * 8
     top, floor, norm = tl.load(to + TOP), tl.load(to + FLOOR), tl.load(to + NORM)
 
-    together, weight = tl.load(block + b) != 0, 1.0
     drafts = tl.load(num_drafts + b)
-    for i in range(j):
-        of = to - (j - i) * 8
-        offered = tl.maximum(tl.load(of + Q_DRAFT), 1.1754944e-38)
-        ratio = tl.where(i < drafts, tl.load(of + P_DRAFT) / offered, 0.0)
-        weight = tl.minimum(weight * ratio, 1.0)
-    factor = tl.where(together, weight, 1.0)
+    weight = weight_of_block(to, j, drafts)
+    factor = tl.where(tl.load(block + b) != 0, weight, 1.0)
     rejecting = tl.load(rejection + b) != 0
     q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
     excess = 0.0
@@ -134,27 +171,12 @@ def draw_of_row(
 
     token, margin = tl.load(best_token + r), tl.load(to + MARGIN)
     if sampled:
-        short = excess > 0
         stream = tl.where(rejecting, LOG_RECOVER, LOG_DRAFT)
         number = uniforms + (b * streams + stream).to(tl.int64) * positions + position
-        total = tl.where(short, excess, 1.0)
-        x = tl.load(number) * total
-        found, last, before, own, edge = vocab, 0, 0.0, 0.0, x
-        for begin in range(0, vocab, BLOCK):
-            if found == vocab:
-                v = begin + tl.arange(0, BLOCK)
-                p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
-                p = tl.where(p >= floor, p / norm, 0.0)
-                if short:
-                    p = tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)
-                border = before + tl.cumsum(p, 0)
-                found = tl.min(tl.where((border > x) & (p > 0), v, vocab), 0)
-                own += tl.sum(tl.where(v == found, p, 0.0), 0)
-                edge += tl.sum(tl.where(v == found, border - x, 0.0), 0)
-                last = tl.maximum(last, tl.max(tl.where(p > 0, v, 0), 0))
-                before += tl.sum(p, 0)
-        token = tl.minimum(found, last)  # rounding can carry x up to the total
-        margin = tl.minimum(x - edge + own, edge - x) / total
+        token, margin = drawn_token(
+            row, q, tl.load(number), factor, excess,
+            vocab, t, top, floor, norm, early, bans, BANNED, BLOCK,
+        )  # fmt: skip
     tl.store(target + r, token)
     tl.store(margins + r, margin)
 

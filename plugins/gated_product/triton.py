@@ -6,16 +6,15 @@ from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import (
+    STAGES,
     Launch,
     Launches,
     cdiv,
     choose_columns,
+    inputs_of_tile,
     round_up_to_tile,
     run_launches,
 )
-
-INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
-STAGES = 3  # tiles of weights in flight
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
     inner, wide = x.new_empty(*slots, width), choose_columns(1, width)
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
-    constants["BLOCK_K"] = min(INPUTS // x.element_size(), round_up_to_tile(E))
+    constants["BLOCK_K"] = inputs_of_tile(x, E)
     grid = (cdiv(width, wide),)
     launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=STAGES)
     return Launches((launch,), inner)

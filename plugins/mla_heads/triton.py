@@ -8,10 +8,12 @@ from torch import Tensor
 
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import (
+    STAGES,
     Launch,
     Launches,
     cdiv,
     choose_columns,
+    inputs_of_tile,
     round_up_to_tile,
     run_launches,
 )
@@ -19,9 +21,7 @@ from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import rotated_sum
 
-INPUTS = 128  # bytes of a row's inputs in a tile; with more, fp32 tiles don't fit into AOT_SHARED
 MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
-STAGES = 3  # tiles of weights in flight
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     heads, depth, columns = weight.shape
     block = round_up_to_tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = choose_columns(heads, columns)
-    deep = min(INPUTS // weight.element_size(), round_up_to_tile(depth))
+    deep = inputs_of_tile(weight, depth)
     constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": deep}
     return constants, cdiv(columns, wide), cdiv(rows, block)
 

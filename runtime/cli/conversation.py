@@ -4,11 +4,11 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from mtpbuild.runtime.checks import did_you_mean
+from mtpbuild.runtime.cli.chat_settings import change_setting, settable_names, value_of
 from mtpbuild.runtime.cli.input_file import InputLine, read_lines
 from mtpbuild.runtime.cli.terminal import summary
 from mtpbuild.runtime.engine.engine import Engine
@@ -16,11 +16,10 @@ from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError, UsageError
 from mtpbuild.runtime.files import read_text
 from mtpbuild.runtime.requests.answer import ChatResult
-from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams, http_settings
+from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # not /usr/lib, which is a text
-UNSEEN = ("logprobs", "prompt_logprobs", "cache_salt")  # settings that a chat doesn't show
 KEPT_OPTIONS = ("tools", "documents", "chat_template_kwargs")  # of a conversation's file
 
 
@@ -102,17 +101,20 @@ class Conversation:
     def set_setting(self, text: str) -> None:
         """Change a setting of the answers to come, or show the settings."""
         name, _, value = text.partition(" ")
-        known = _settable()
+        known = settable_names()
         if not name:
-            usual = SamplingParams()
-            shown = [each for each in known if _value(self.params, each) != _value(usual, each)]
-            self.say("; ".join(map(self._show_setting, shown)) or "all settings are the defaults")
+            params, usual = self.params, SamplingParams()
+            names = (each for each in known if value_of(params, each) != value_of(usual, each))
+            shown = [f"{each} {value_of(params, each)}" for each in names]
+            self.say("; ".join(shown) or "all settings are the defaults")
             return
         if name not in known:
             raise UsageError(f"/set: {name} is no setting{did_you_mean(name, known)}")
         if value.strip():
-            self.params = self._changed_params(name, value.strip())
-        self.say(self._show_setting(name))
+            changed = change_setting(self.params, self._first_params, name, value.strip())
+            self.engine.check(changed)
+            self.params = changed
+        self.say(f"{name} {value_of(self.params, name)}")
 
     def regenerate(self, _: str = "") -> None:
         """Answer the last question again."""
@@ -269,27 +271,6 @@ class Conversation:
                 return at
         raise UsageError("there is no question yet")
 
-    def _changed_params(self, name: str, text: str) -> SamplingParams:
-        """Return the settings with one changed; raise RequestError if the engine can't apply it."""
-        if text == "default":
-            value = _value(self._first_params, name)
-        elif (parse := SETTINGS[name].parse if name in SETTINGS else None) is not None:
-            value = parse(f"/set {name}", text)
-        else:
-            value = _json_or_text(text)
-        changes: dict[str, Any] = {name: value}
-        if name not in SETTINGS:
-            rule = {**(self.params.acceptance_settings or {}), name: value}
-            changes = {"acceptance_settings": {n: v for n, v in rule.items() if v is not None}}
-        elif name == "acceptance":  # another rule has other settings
-            changes["acceptance_settings"] = None
-        params = replace(self.params, **changes)
-        self.engine.check(params)
-        return params
-
-    def _show_setting(self, name: str) -> str:
-        return f"{name} {_value(self.params, name)}"
-
 
 class Command(NamedTuple):
     """A command of a conversation."""
@@ -342,25 +323,6 @@ def _turn_starts(messages: Sequence[Message]) -> list[int]:
 
 def _count_questions(messages: Sequence[Message]) -> int:
     return sum(message["role"] == "user" for message in messages)
-
-
-def _settable() -> list[str]:
-    """Return the names of the settings that an answer in the terminal can have."""
-    own = [name for name, each in SETTINGS.items() if each.http or each.help]
-    return [name for name in dict.fromkeys([*own, *http_settings()]) if name not in UNSEEN]
-
-
-def _value(params: SamplingParams, name: str) -> Any:
-    """Return a setting's value, also of a rule's own one."""
-    rule = params.acceptance_settings or {}
-    return getattr(params, name) if name in SETTINGS else rule.get(name)
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _usage(name: str) -> str:

@@ -53,8 +53,10 @@ class AcceptanceModel:
 
     def _likelihood(self, accepted: int, drafted: int) -> Floats:
         """Return the probability [levels] of a step's result; none is 0."""
-        found = self._reached[:, accepted]
-        return (found * (1 - self._rates[:, accepted]) if accepted < drafted else found) + 1e-9
+        found = self._reached[:, accepted] + np.float32(1e-9)
+        if accepted < drafted:
+            found = found * (1 - self._rates[:, accepted])
+        return found
 
     def _set_factors(self, factors: Floats) -> None:
         self._rates = np.minimum(LEVELS[:, None] * factors, MOST_RATE)  # [levels, nextn]

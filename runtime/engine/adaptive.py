@@ -3,7 +3,7 @@
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class AdaptiveNextn(StepLauncher):
         self.record_time(load, time.perf_counter() - start)
         return read_output
 
-    def choose(self, left: Mapping[Hashable, int], load: StepLoad) -> int:
+    def choose(self, left: Mapping[Any, int], load: StepLoad) -> int:
         """Choose the next step's nextn. left: each request and the tokens it may still emit."""
         times, last = self._times.seconds(load), self._last
         self._settle(left, float(times[0]))
@@ -89,7 +89,7 @@ class AdaptiveNextn(StepLauncher):
         self._last.tokens += accepted + 1
         self._beliefs[request] = self._model.update(self._beliefs[request], accepted, drafted)
 
-    def _settle(self, left: Mapping[Hashable, int], step_seconds: float) -> None:
+    def _settle(self, left: Mapping[Any, int], step_seconds: float) -> None:
         """Update the credit: each step and new request adds to it, and trials take what they lost.
 
         step_seconds: of a step without drafts.

@@ -22,7 +22,7 @@ Pieces: TypeAlias = Sequence[AnswerPiece]
 
 @dataclass(eq=False)
 class AnswerChoice(AnswerParser):
-    """One of the choices of an answer, received so far."""
+    """A choice of an answer, as far as it has been received."""
 
     index: int
     ids: list[int]  # the prompt

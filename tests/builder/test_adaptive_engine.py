@@ -1,8 +1,9 @@
 """An engine that drafts as many tokens as pay: its text is that of plain decoding all the same."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ class Restless(AdaptiveNextn):
         super().__init__(most)
         self._rng = np.random.default_rng(2)
 
-    def choose(self, left: Mapping[Hashable, int], load: StepLoad) -> int:
+    def choose(self, left: Mapping[Any, int], load: StepLoad) -> int:
         super().choose(left, load)
         assert self._last is not None
         self._last.nextn = int(self._rng.integers(self._most + 1))

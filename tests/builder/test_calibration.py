@@ -16,10 +16,10 @@ from mtpbuild.builder.models.common.copies import HEAD
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights import calibration
 from mtpbuild.builder.weights.calibration import Calibration, InputSums
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.gptq import DAMPING, correct_errors, encode_calibrated
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint, write_tokenizer

@@ -21,7 +21,7 @@ from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.formats.modelopt import unread as unread_of_modelopt
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.opened import load_model, opened

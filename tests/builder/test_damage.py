@@ -19,7 +19,7 @@ from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_s
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import SMALL, load_config, random_checkpoint, shard
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.other_formats import FORMATS
 

@@ -21,7 +21,7 @@ from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tokenizer import SPLITS, make_tokenizer
 from mtpbuild.builder.models import find_family, load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.gguf_files import (

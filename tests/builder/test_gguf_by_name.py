@@ -12,7 +12,7 @@ from mtpbuild.builder.compiler.download import download
 from mtpbuild.builder.gguf.choice import choose_head, choose_model
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.gguf_files import SMALL, random_tensors, split_head, usual, write_gguf

@@ -30,7 +30,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 from mtpbuild.builder.models.mimo.config import MimoConfig
 from mtpbuild.builder.plan.recipe import Recipe, find_recipe, load_recipes
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.ranks import ALONE
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"

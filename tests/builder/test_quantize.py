@@ -15,9 +15,9 @@ from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import placed
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, load_config, made_of, random_checkpoint
 from tests.support.invoke import invoke

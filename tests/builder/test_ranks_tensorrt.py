@@ -186,8 +186,8 @@ def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataC
 
 @pytest.mark.full
 def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
-    """`caught` checks how the run ends, here and below."""
-    caught(altered_engine(engine, tmp_path / "altered", 1, "decode", exchanged))
+    """How the run ends is the check, here and below."""
+    assert_caught(altered_engine(engine, tmp_path / "altered", 1, "decode", exchanged))
 
 
 @pytest.mark.full
@@ -198,10 +198,10 @@ def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
 def test_seeded_bugs(
     bug: Alteration, program: str, rank: int, engine: Path, tmp_path: Path
 ) -> None:
-    caught(altered_engine(engine, tmp_path / "altered", rank, program, bug))
+    assert_caught(altered_engine(engine, tmp_path / "altered", rank, program, bug))
 
 
-def caught(engine: Path) -> None:
+def assert_caught(engine: Path) -> None:
     """The run ends with one line, and no rank outlives it."""
     code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,6")
     assert (code, out) == (1, "")

@@ -21,8 +21,8 @@ from mtpbuild.builder.tune.chains import run_chain
 from mtpbuild.builder.tune.training import Batch, Trainer, Training, backward, batches_of
 from mtpbuild.builder.tune.tune_head import REPORT, write_head
 from mtpbuild.builder.verify.quality import acceptance_length
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import join_head
-from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.builder.weights.streamed import StreamedModel, make_batches
 from mtpbuild.runtime.errors import BuildError
 from tests.support.families import make_family, save_family

@@ -13,7 +13,7 @@ from mtpbuild.builder.formats import Format, own_name, stored_format
 from mtpbuild.builder.formats.format import entry_of
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 
 DATA = Path(__file__).parents[1] / "data/checkpoints"

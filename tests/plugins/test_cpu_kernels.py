@@ -290,7 +290,7 @@ def panels_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(packed_floats(torch.from_numpy(weight)).numpy())
 
 
-def same_bits(got: NDArray[Any], wanted: NDArray[Any]) -> None:
+def assert_same_bits(got: NDArray[Any], wanted: NDArray[Any]) -> None:
     np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
 
 
@@ -303,11 +303,11 @@ def test_packed_floats(M: int, K: int, N: int, monkeypatch: pytest.MonkeyPatch) 
     rng = np.random.default_rng(K)
     x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
     given, wanted = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
-    same_bits(same_everywhere(monkeypatch, "Product", given, N=N), wanted)
-    same_bits(run("Product", {"x": x, "w": w}), wanted)
+    assert_same_bits(same_everywhere(monkeypatch, "Product", given, N=N), wanted)
+    assert_same_bits(run("Product", {"x": x, "w": w}), wanted)
     for first, end in ((0, 1), (M - 1, M), (M // 2, M)):
         some = dict(given, x=x[None, first:end])
-        same_bits(run("Product", some, threads=2, N=N)[0], wanted[first:end])
+        assert_same_bits(run("Product", some, threads=2, N=N)[0], wanted[first:end])
 
 
 def test_packed_floats_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_packed_floats_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     x = rng.standard_normal((2, 3, 4, 20), np.float32)
     w = rng.standard_normal((3, 20, 70), np.float32)
     got = same_everywhere(monkeypatch, "Product", {"x": x, "w": panels_of(w)}, N=70)
-    same_bits(got, exact.float_product(x, w))
+    assert_same_bits(got, exact.float_product(x, w))
 
 
 @pytest.mark.parametrize(("M", "K", "inner"), [(1, 20, 32), (7, 64, 288), (100, 31, 96)])
@@ -324,7 +324,7 @@ def test_gated_floats(M: int, K: int, inner: int, monkeypatch: pytest.MonkeyPatc
     x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, 2 * inner), np.float32)
     given, both = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
     got = same_everywhere(monkeypatch, "GatedProduct", given, N=2 * inner)
-    same_bits(got, exact.gated(both[:, :inner], both[:, inner:]))
+    assert_same_bits(got, exact.gated(both[:, :inner], both[:, inner:]))
     for outputs in (2 * inner - 1, 2 * inner - 64, 0, 1 << 62):
         with pytest.raises(Exception, match="mtpbuild GatedProduct: "):
             run("GatedProduct", given, N=outputs)
@@ -333,7 +333,7 @@ def test_gated_floats(M: int, K: int, inner: int, monkeypatch: pytest.MonkeyPatc
 def test_sums_of_nothing() -> None:
     """No inputs, or no rows: what a product of them is, and no byte is read."""
     x, w = np.zeros((3, 0), np.float32), np.zeros((2, 0, 32), np.float32)
-    same_bits(run("Product", {"x": x, "w": w}, N=40), np.zeros((3, 40), np.float32))
+    assert_same_bits(run("Product", {"x": x, "w": w}, N=40), np.zeros((3, 40), np.float32))
     none = {"x": np.zeros((0, 8), np.float32), "w": np.zeros((2, 8, 32), np.float32)}
     assert run("Product", none, N=40).shape == (0, 40)
 

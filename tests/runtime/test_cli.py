@@ -32,7 +32,7 @@ from tests.support.registry import programs_by
 from tests.support.run_command import CTRL_C, Terminal, call, type_in
 
 
-def fails(result: CliResult, code: int, message: str) -> None:
+def assert_fails(result: CliResult, code: int, message: str) -> None:
     """One line on standard error, nothing on standard output, no traceback."""
     assert result.exit_code == code, result.output
     assert re.fullmatch(rf"error: .*{message}.*\n", result.stderr), result.stderr
@@ -304,7 +304,7 @@ def test_a_bad_line_is_named_before_anything_runs(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
-    fails(call("run", "--engine", engine_dir, "--input", path, "--json"), 2, message)
+    assert_fails(call("run", "--engine", engine_dir, "--input", path, "--json"), 2, message)
 
 
 @pytest.mark.parametrize(
@@ -352,16 +352,16 @@ def test_a_bad_line_is_named_before_anything_runs(
     ],
 )  # fmt: skip
 def test_usage_errors(engine_dir: Path, flags: list[str], code: int, message: str) -> None:
-    fails(call("run", "--engine", engine_dir, *flags), code, message)
+    assert_fails(call("run", "--engine", engine_dir, *flags), code, message)
 
 
 def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
-    fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
-    fails(call("inspect", tmp_path / "no"), 1, "no such engine")
+    assert_fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
+    assert_fails(call("inspect", tmp_path / "no"), 1, "no such engine")
     (engine_dir / "decode.onnx").write_bytes(b"")
     says = "copy it again or rebuild the engine"
-    fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, says)
-    fails(call("inspect", engine_dir), 1, says)
+    assert_fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, says)
+    assert_fails(call("inspect", engine_dir), 1, says)
 
 
 def test_a_prompts_file_is_taken_byte_by_byte(engine_dir: Path, tmp_path: Path) -> None:
@@ -396,8 +396,8 @@ def test_an_engine_without_tokenizer_prints_ids(tmp_path: Path, fake_target: Non
     write_engine(folder, fake_manifest(nextn=0), tokenizer=False)
     result = call("run", "--engine", folder, "--prompt-ids", "5,6", "--max-tokens", 3)
     assert result.stdout.split() == [str(id) for id in continuation([5, 6], 3)]
-    fails(call("run", "--engine", folder, "--prompt", "a"), 2, "without a tokenizer")
-    fails(call("run", "--engine", folder, "--chat", "a"), 2, "without a tokenizer")
+    assert_fails(call("run", "--engine", folder, "--prompt", "a"), 2, "without a tokenizer")
+    assert_fails(call("run", "--engine", folder, "--chat", "a"), 2, "without a tokenizer")
 
 
 def test_inspect(engine_dir: Path) -> None:
@@ -457,7 +457,7 @@ def test_a_chat_without_its_package_is_refused(
     monkeypatch.delattr("mtpbuild.runtime.cli.chat_terminal", raising=False)
     monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
     result = type_in(["hi"], "run", "--engine", engine_dir)
-    fails(result, 1, r"a chat in the terminal needs prompt_toolkit: pip install '.\[cpu\]'")
+    assert_fails(result, 1, r"a chat in the terminal needs prompt_toolkit: pip install '.\[cpu\]'")
 
 
 def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
@@ -470,7 +470,9 @@ def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
         piped = call(*run, *flags, input=typed)
         assert (piped.exit_code, piped.stdout) == (0, call(*run, *same).stdout)
     assert call(*run, "--json", input="hello").stdout.startswith('{"task_id": 0, ')
-    fails(call(*run, "--prompt-file", "-", input=b"\xff"), 2, "--prompt-file -: can't be read")
+    assert_fails(
+        call(*run, "--prompt-file", "-", input=b"\xff"), 2, "--prompt-file -: can't be read"
+    )
 
 
 def test_a_system_message_opens_every_chat(engine_dir: Path) -> None:
@@ -492,7 +494,7 @@ def test_an_engine_without_a_chat_template_continues_texts(engine_dir: Path) -> 
     wanted = call(*run, "--prompt", "hi").stdout
     assert call(*run, input="hi").stdout == wanted
     assert type_in(["hi", "hi"], *run, "--temperature", 0).stdout.count(wanted.strip()) == 2
-    fails(call(*run, "--system", "s", input="hi"), 2, "no chat_template.jinja")
+    assert_fails(call(*run, "--system", "s", input="hi"), 2, "no chat_template.jinja")
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path) -> None:

@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType as Type
 
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.stored import Checkpoint, open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.stored import Checkpoint
 from tests.support.families import config_of, make_family
 
 # Rows are whole blocks of 32.

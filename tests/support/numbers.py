@@ -8,7 +8,7 @@ from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime import Engine, SamplingParams
 
 

@@ -12,7 +12,7 @@ from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import OpenedModel, open_model
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE
 

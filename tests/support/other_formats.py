@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.builder.weights.files import open_checkpoint
 from tests.support.families import config_of, make_family
 from tests.support.gguf_files import (
     OTHERS,
