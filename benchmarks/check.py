@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from one.sides import Measured
 from rich.console import Console
 from rich.table import Table
 from script import parse_flags, run
+from serving import Server, ours
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.measure.host import describe_machine
@@ -68,6 +70,9 @@ FIGURES = {
     "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
     "load": Figure("load to first token", 0.3, 0.5, unit="s"),
     "build": Figure("build of nextn 3, cold", 0.3, 60, unit="s"),
+    # serving.py with the engine of that build: tokens/s over HTTP over those in a process.
+    "http1": Figure("1 user over HTTP over Engine.stream", 0.1, 0.95, more_is_better=True),
+    "http8": Figure("8 users over HTTP over 8 in a process", 0.1, 0.95, more_is_better=True),
     # one_machine.py with four layers of GigaChat3-10B's shape, int4; its aims are for all layers.
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
@@ -75,14 +80,21 @@ FIGURES = {
 LAYERS = 4
 
 
-def build_seconds() -> float:
+def build_and_serve() -> dict[str, float]:
+    """Measure a build for 8 users, and the shares of its tokens/s that users get over HTTP."""
     with tempfile.TemporaryDirectory() as folder:
         code = "from mtpbuild.builder.cli import app; app()"
-        out = str(Path(folder) / "engine")
-        flags = ["build", "--model", MODEL, "--nextn", str(NEXTN), "--out", out]
+        out = Path(folder) / "engine"
+        flags = ["build", "--model", MODEL, "--nextn", str(NEXTN), "--out", str(out)]
+        command = [sys.executable, "-c", code, *flags, "--max-batch", "8"]
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code, *flags], check=True, capture_output=True)
-        return time.perf_counter() - start
+        subprocess.run(command, check=True, capture_output=True)
+        seconds = time.perf_counter() - start
+        server = Server(MODEL, partial(ours, out), out)
+        for _ in range(3):
+            server.run([1, 8], requests=2, tokens=128)
+        shares = {f"http{users}": share for users, share in server.shares()}
+    return {"build": seconds} | shares
 
 
 def load_seconds(engine: str, threads: int) -> float:
@@ -132,7 +144,7 @@ def figures(threads: int) -> dict[str, float]:
         "d": row.overall["draft_cost"],
         "host": host_share(engine, threads),
         "load": load_seconds(engine, threads),
-        "build": build_seconds(),
+        **build_and_serve(),
         **real_size(threads),
     }
 

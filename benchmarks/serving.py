@@ -3,7 +3,9 @@
 python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
 python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
 
-`mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user.
+`mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user,
+and of `Engine.generate` for several. The client shares the machine with the server, so it is made
+of plain sockets: a library for HTTP takes more of the processor for a piece than a server does.
 --llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights in
 that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-tiny's MTP module. A
 peer is any running server of OpenAI's API. All get the same greedy, streamed completions; a user
@@ -22,8 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx2
 from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,7 @@ from script import PEERS, convert, run, served
 
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.limits import measure_limits
 
 PROMPTS = (
@@ -73,9 +76,9 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(url)
 
 
-async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
-    """Request one streamed completion, and record its times in `load`."""
-    body = {
+async def one(url: str, prompt: str, tokens: int, load: Load) -> None:
+    """Request one streamed completion on a connection of its own; record its times in `load`."""
+    asked = {
         "prompt": prompt,
         "max_tokens": tokens,
         "temperature": 0,
@@ -83,48 +86,61 @@ async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) ->
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    body, address = json.dumps(asked), urlsplit(url)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     last = start = time.perf_counter()
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            now, event = time.perf_counter(), json.loads(line[6:])
-            if event["choices"]:
-                (load.first if last == start else load.between).append(now - last)
-                last = now
-            load.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write((head + body).encode())
+    if b" 200 " not in (status := await reader.readline()):
+        raise UsageError(f"{url} answers {status.decode().strip()}")
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            continue
+        now, event = time.perf_counter(), json.loads(line[6:])
+        if event["choices"]:
+            (load.first if last == start else load.between).append(now - last)
+            last = now
+        load.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
+    writer.close()
 
 
 async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
     """Run some users at once; each sends its requests one after the other."""
     load = Load(users)
 
-    async def user(http: httpx2.AsyncClient, number: int) -> None:
+    async def user(number: int) -> None:
         for i in range(requests):
-            await one(http, PROMPTS[(number + i) % len(PROMPTS)], tokens, load)
+            await one(url, prompt_of(number, i), tokens, load)
 
-    # Each request has its own connection: llama-server closes some that it promised to keep.
-    limits = httpx2.Limits(max_keepalive_connections=0)
-    asking = httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False, limits=limits)
-    async with asking as http:
-        await asyncio.gather(*(one(http, prompt, 8, Load(1)) for prompt in PROMPTS))
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in PROMPTS))
         start = time.perf_counter()
-        await asyncio.gather(*(user(http, number) for number in range(users)))
+        await asyncio.gather(*(user(number) for number in range(users)))
         load.seconds = time.perf_counter() - start
     return load
 
 
-def direct(engine: Path, requests: int, tokens: int) -> float:
-    """Measure the tokens per second of `Engine.stream` for one user."""
+def prompt_of(user: int, request: int) -> str:
+    return PROMPTS[(user + request) % len(PROMPTS)]
+
+
+def direct(engine: Path, users: int, requests: int, tokens: int) -> float:
+    """Measure the tokens per second in this process: `Engine.stream` for one user, or `generate`.
+
+    Several users' requests wait in one queue, in the order in which the users would send them.
+    """
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    prompts = [prompt_of(user, i) for i in range(requests) for user in range(users)]
     with Engine.load(engine, prefix_cache=False) as loaded:
-        list(loaded.stream(PROMPTS[0], SamplingParams(max_tokens=8)))
+        loaded.generate(list(PROMPTS), SamplingParams(max_tokens=8))
         start = time.perf_counter()
-        for i in range(requests):
-            for _ in loaded.stream(PROMPTS[i % len(PROMPTS)], params):
-                pass
-        return requests * tokens / (time.perf_counter() - start)
+        if users == 1:
+            for prompt in prompts:
+                list(loaded.stream(prompt, params))
+        else:
+            loaded.generate(prompts, params)
+        return len(prompts) * tokens / (time.perf_counter() - start)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -135,16 +151,32 @@ def quantile(values: list[float], share: float) -> float:
 
 @dataclass
 class Server:
-    """One of the servers that take turns; direct: rates of `Engine.stream`, per round."""
+    """One of the servers that take turns; direct: an engine's rates in this process, by users."""
 
     name: str
     start: Callable[[], contextlib.AbstractContextManager[str]]
     engine: Path | None = None
     loads: dict[int, list[Load]] = field(default_factory=dict)  # by number of users
-    direct: list[float] = field(default_factory=list)
+    direct: dict[int, list[float]] = field(default_factory=dict)
 
     def rate(self, users: int) -> float:
         return statistics.median(load.rate for load in self.loads[users])
+
+    def run(self, users: list[int], requests: int, tokens: int) -> None:
+        """Measure a round."""
+        if self.engine:
+            for count in users:
+                rate = direct(self.engine, count, requests, tokens)
+                self.direct.setdefault(count, []).append(rate)
+        with self.start() as url:
+            for count in users:
+                load = asyncio.run(measure(url, count, requests, tokens))
+                self.loads.setdefault(count, []).append(load)
+
+    def shares(self) -> Iterator[tuple[int, float]]:
+        """Yield the share of the engine's own tokens/s that users get over HTTP, by users."""
+        for users, rates in self.direct.items():
+            yield users, self.rate(users) / statistics.median(rates)
 
     def cells(self, users: int) -> Iterator[str]:
         yield f"{self.rate(users):.0f}"
@@ -158,25 +190,24 @@ def table(servers: list[Server], users: list[int]) -> Table:
     columns = ("server", "users", "tokens/s", "first token, ms: median", "p99")
     grid = Table(*columns, "between pieces, ms: median", "p99")
     for server in servers:
-        if server.direct:
-            rate = statistics.median(server.direct)
-            grid.add_row(f"{server.name}, Engine.stream", "1", f"{rate:.0f}")
+        for count, rates in server.direct.items():
+            rate = f"{statistics.median(rates):.0f}"
+            grid.add_row(f"{server.name}, in this process", str(count), rate)
         for count in users:
             grid.add_row(server.name, str(count), *server.cells(count))
     return grid
 
 
 def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
-    """Compute the ratios of the aims: one user to `Engine.stream`, servers to llama-server."""
+    """Compute the ratios of the aims: users over HTTP to in this process, and to llama-server."""
     for server in servers:
-        if server.direct and 1 in users:
-            share = server.rate(1) / statistics.median(server.direct)
-            yield f"{server.name}, one user over Engine.stream: {share:.2f} (aim 0.9)"
+        if told := ", ".join(f"{count}: {share:.2f}" for count, share in server.shares()):
+            yield f"{server.name}, over HTTP to in this process, by users: {told} (aim 0.95 at 1)"
     others = [server for server in servers if server.name.startswith(LLAMA)]
     for other in others:
         for server in (s for s in servers if s.engine):
             told = ", ".join(f"{n}: {server.rate(n) / other.rate(n):.2f}" for n in users)
-            yield f"{server.name} over {other.name}, by users: {told} (aim 1.5 at 8)"
+            yield f"{server.name} over {other.name}, by users: {told} (aim 3.5 at 8)"
 
 
 def main() -> None:
@@ -211,13 +242,7 @@ def main() -> None:
             servers.append(Server(name, partial(running, url)))
         for _ in range(arguments.rounds):
             for server in servers:
-                if server.engine:
-                    rate = direct(server.engine, arguments.requests, arguments.tokens)
-                    server.direct.append(rate)
-                with server.start() as url:
-                    for count in users:
-                        work = measure(url, count, arguments.requests, arguments.tokens)
-                        server.loads.setdefault(count, []).append(asyncio.run(work))
+                server.run(users, arguments.requests, arguments.tokens)
     console = Console()
     console.print(table(servers, users))
     for line in ratios(servers, users):

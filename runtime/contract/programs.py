@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -60,7 +61,7 @@ class StepOutput:
         A log-probability is finite only if all logits of its row are, because it contains their
         sum.
         """
-        return bool(np.isfinite(self.logprobs[slot, : self.num_tokens[slot]]).all())
+        return all(map(isfinite, self.logprobs[slot, : self.num_tokens[slot]].tolist()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ import contextlib
 import logging
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Shared
@@ -13,7 +14,11 @@ from mtpbuild.runtime.engine.loop import Loop, step_failure
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.requests.request import Request, first_line
 
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop  # slow to import, and few programs use it
+
 log = logging.getLogger("mtpbuild")
+Announce: TypeAlias = Callable[[], object]
 FORKED = "this engine was loaded before os.fork(): load it in the process that uses it"
 
 
@@ -35,6 +40,7 @@ class Driver:
         self._stepper: int | None = None  # id of the thread that steps
         self._closed = self._ended = False
         self._awaited: set[Request] = set()  # requests of asyncio
+        self._news = defaultdict["AbstractEventLoop", list[Announce]](list)  # for asyncio
         self._holds = 0  # blocks of `hold` that run
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -72,10 +78,18 @@ class Driver:
             self._awaited.discard(request)
             if self._stepper is None:  # perhaps no thread will step again
                 self._loop.scheduler.end_cancelled()
+                self._tell_asyncio()
 
     def drop(self, request: Request) -> None:
         """Ask the next step to end a request; the garbage collector may call this at any line."""
         self._loop.scheduler.cancel(request)
+
+    def announce(self, loop: "AbstractEventLoop", call: Announce) -> None:
+        """Let an event loop make a call once the step has ended, together with its other calls.
+
+        Waking its thread takes a system call, and often the interpreter's lock.
+        """
+        self._news[loop].append(call)
 
     def between_steps(self, act: Callable[[], None]) -> None:
         """Call `act` while no thread steps the loop, unless it is closed."""
@@ -84,6 +98,7 @@ class Driver:
             self._turn.wait_for(lambda: self._stepper is None)
             if not self._closed:
                 act()
+                self._tell_asyncio()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -139,6 +154,7 @@ class Driver:
             self._closed = True  # no thread starts another step
             self._turn.wait_for(lambda: self._stepper is None)
             self._loop.close(EngineError("the engine was closed"))
+            self._tell_asyncio()
             if Feature.SHARE in self._loop.programs.features:
                 cast(Shared, self._loop.programs).close()
             self._ended = True
@@ -160,10 +176,19 @@ class Driver:
             return True
 
     def _end_turn(self) -> None:
+        if self._stepper != threading.get_ident():
+            return
+        self._tell_asyncio()  # without the lock, which asyncio's thread may want at once
         with self._turn:
-            if self._stepper == threading.get_ident():
-                self._stepper = None
-                self._turn.notify_all()
+            self._stepper = None
+            self._turn.notify_all()
+
+    def _tell_asyncio(self) -> None:
+        """Make the announced calls, each event loop's in one."""
+        for loop, calls in self._news.items():
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_call_each, calls)
+        self._news.clear()
 
     def _repair(self) -> None:
         """Release the lock and the turn that an interrupt of this thread left taken."""
@@ -191,4 +216,10 @@ class Driver:
                 self._failure = f"the thread that steps has ended: {first_line(error)}"
                 self._turn.wait_for(lambda: self._stepper is None)
                 self._loop.fail(EngineError(self._failure))
+                self._tell_asyncio()
                 self._turn.notify_all()
+
+
+def _call_each(calls: list[Announce]) -> None:
+    for call in calls:
+        call()

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Self
 
 from mtpbuild.runtime.engine.driver import Driver
@@ -60,15 +61,9 @@ class AsyncStream(AsyncIterator[Chunk]):
     def __init__(self, driver: Driver, request: Request) -> None:
         import asyncio  # here, because it is slow to import and few programs use it
 
-        loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        news = self._news
-
-        def listener() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(news.set)
-
+        self._news = asyncio.Event()
         self._driver, self._request = driver, request
-        request.listener = listener
+        request.listener = partial(driver.announce, asyncio.get_running_loop(), self._news.set)
         driver.submit(request, for_asyncio=True)
 
     async def __anext__(self) -> Chunk:

@@ -101,7 +101,8 @@ class AnswerParser:
             self.blocks[-1].name = piece.text
         else:
             self.blocks[-1].add(piece.text)
-        return piece._replace(block=len(self.blocks) - 1)
+        last = len(self.blocks) - 1
+        return piece._replace(block=last) if last else piece  # in most answers it is the first
 
 
 def make_tool_call(id: str, name: str, arguments: str) -> ToolCall:

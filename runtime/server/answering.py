@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ClassVar
 
 from starlette.responses import Response
@@ -87,7 +87,7 @@ class AnswerResponse(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer as one object; an error sets the status."""
-        async with contextlib.aclosing(self._chunks) as chunks:
+        async with self._service.limit_time(), contextlib.aclosing(self._chunks) as chunks:
             async for number, chunk in chunks:
                 self._answer.choices[number].take(chunk)
         await JsonResponse(self._answer.full_body())(scope, receive, send)
@@ -104,41 +104,36 @@ class EventStream(AnswerResponse):
     own_headers: ClassVar = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._encoded()) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _encoded(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events as they are sent; any exception becomes the last event."""
-        failure = None
+        answer = self._answer
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async with contextlib.aclosing(self._events()) as events:
-                async for event in events:
-                    yield _encode_event(event)
+            await self._send_events(send)
+            last = _encode(answer.last_events())
         except ApiError as error:
-            failure = error
+            last = _encode([answer.failure(error)])
         except Exception:
             log.exception("an answer could not be sent")
-            failure = ApiError(500, "the server failed")
-        if failure is not None:
-            yield _encode_event(self._answer.failure(failure))
-        if self._answer.ends_with_done:
-            yield b"data: [DONE]\n\n"
+            last = _encode([answer.failure(ApiError(500, "the server failed"))])
+        done = b"data: [DONE]\n\n" if answer.ends_with_done else b""
+        await send({"type": "http.response.body", "body": last + done, "more_body": False})
 
-    async def _events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events as objects."""
+    async def _send_events(self, send: Send) -> None:
+        """Send the events of each chunk at once."""
+
+        async def write(events: Iterable[dict[str, Any]]) -> None:
+            if body := _encode(events):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
         answer = self._answer
-        for event in answer.first_events():
-            yield event
-        async with contextlib.aclosing(self._chunks) as chunks:
+        async with self._service.limit_time(), contextlib.aclosing(self._chunks) as chunks:
+            await write(answer.first_events())
             async for number, chunk in chunks:
                 choice = answer.choices[number]
-                for event in answer.events(choice, chunk, choice.take(chunk)):
-                    yield event
-        for event in answer.last_events():
-            yield event
+                await write(answer.events(choice, chunk, choice.take(chunk)))
+
+
+def _encode(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(map(_encode_event, events))
 
 
 def _encode_event(event: dict[str, Any]) -> bytes:

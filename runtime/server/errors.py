@@ -21,10 +21,12 @@ TYPES = {  # status: OpenAI's and Anthropic's type of an error
 }
 
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def encode_json(content: Any) -> bytes:
     """Encode as JSON in UTF-8; a lone surrogate, which a client may have sent, is escaped."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return ENCODER.encode(content).encode("utf-8", "backslashreplace")
 
 
 def route_path(scope: Scope) -> str:

@@ -109,7 +109,7 @@ class OnDemandService(Service):
     async def loaded(self) -> AsyncIterator[None]:
         self.users += 1
         try:
-            async with self._limit_time(time.perf_counter()):
+            async with self.limit_time():
                 while self._engine is None:
                     if self._loading is None or self._loading.done():
                         self._loading = asyncio.create_task(self._load())

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
@@ -82,7 +81,7 @@ class Service:
         self.open = 0  # admitted choices that have not been answered
         self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
-        self._limits: set[asyncio.Timeout] = set()  # timeouts of the chunks being awaited
+        self._limits: set[asyncio.Timeout] = set()  # time limits of what runs
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
         self._trial: asyncio.Task[None] | None = None  # tries the engine after a failed step
 
@@ -171,10 +170,9 @@ class Service:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks; closing the stream aborts the request. Raises ApiError."""
-        began = time.perf_counter()
         try:
             async with contextlib.aclosing(self.engine.astream(request)) as chunks:
-                while (chunk := await self._next(chunks, began)) is not None:
+                async for chunk in chunks:
                     yield chunk
         except DeadlineError as error:
             raise ApiError(408, str(error), retry=False) from None
@@ -187,18 +185,12 @@ class Service:
                 self._trial = asyncio.create_task(self._try_engine(error))
             raise ApiError(500, f"the engine failed: {error}") from None
 
-    async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
-        """Return the next chunk, or None after the last; raises ApiError if the time is over."""
-        async with self._limit_time(began):
-            return await anext(chunks, None)
-
     @contextlib.asynccontextmanager
-    async def _limit_time(self, began: float) -> AsyncIterator[None]:
-        """Limit the time of a request that began then; raises ApiError if it is over."""
-        most = self.settings.request_timeout
-        left = None if not most else began + most - time.perf_counter()
+    async def limit_time(self) -> AsyncIterator[None]:
+        """Limit the time of the block; raises ApiError if it is over."""
+        most = self.settings.request_timeout or None
         try:
-            async with asyncio.timeout(0 if self._cut_off else left) as limit:
+            async with asyncio.timeout(0 if self._cut_off else most) as limit:
                 self._limits.add(limit)
                 try:
                     yield

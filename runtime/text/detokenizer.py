@@ -157,7 +157,11 @@ class TextStream:
 
     def _release(self, held: int = 0) -> None:
         """Release the pending text except its last `held` characters."""
-        self._emit(len(self._tail) - held)
+        if held:
+            self._emit(len(self._tail) - held)
+        else:
+            self._ready += self._pending
+            self._pending.clear()
 
     def _emit(self, chars: int, *, cut_marks: bool = False) -> None:
         """Release the first `chars` characters; a mark is kept back whole, or cut to plain text."""

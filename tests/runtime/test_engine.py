@@ -329,6 +329,25 @@ def test_asyncio_streams_run_side_by_side() -> None:
     engine.close()
 
 
+def test_a_step_wakes_asyncio_once_for_all_requests() -> None:
+    engine, programs = fake_engine(max_batch=4)
+    woken: list[object] = []
+
+    async def ask(prompt: list[int]) -> list[int]:
+        stream = engine.astream(prompt, SamplingParams(max_tokens=12))
+        return [id async for chunk in stream for id in chunk.token_ids]
+
+    async def main() -> list[list[int]]:
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *call: woken.append(call) or wake(*call)  # type: ignore
+        return await asyncio.gather(*(ask([5 + i]) for i in range(4)))
+
+    assert asyncio.run(main()) == [continuation([5 + i], 12) for i in range(4)]
+    assert 0 < len(woken) <= programs.steps
+    engine.close()
+
+
 def test_asyncio_stays_responsive_and_cancels() -> None:
     engine, programs = fake_engine(step_s=0.005, max_seq_len=5000)
 
