@@ -1,7 +1,9 @@
 """Engines for the tests, each built once per run and shared by all workers."""
 
+import gc
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +18,8 @@ from tests.support.parts import PARTS, part_of
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network,
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"  # and one that did would find nobody
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # dozens of processes import the same modules
+sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take the others' time
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
@@ -24,6 +28,18 @@ if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=[*PARTS], help="only this part of make test-full")
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Cut long values: workers send each other the names of all tests."""
+    return f"{val[:40]!s}..." if isinstance(val, str | bytes) and len(val) > 80 else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep a file's tests in one worker: the other need not import and make what it shares."""
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(trylast=True)
@@ -36,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = item.get_closest_marker("xdist_group")
         if group is not None and group.args == ("inductor",):
             item.add_marker(needs_compiler)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all that is imported and collected."""
+    gc.collect()
+    gc.freeze()
 
 
 def file_and_mark(item: pytest.Item) -> tuple[str, bool]:

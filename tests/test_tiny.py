@@ -88,10 +88,10 @@ def test_engine_equals_transformers(
     """O1, on a part of the prompts: transformers takes 20 ms per token."""
     torch.set_num_threads(1)
     model = transformers_model(find_model("deepseek-tiny").folder)
-    some = [0, 20, -7, -6, -1]
+    some = [0, 20, -6, -1]
     chosen = [prompts[i] for i in some]
-    theirs = [transformers_greedy(model, prompt, 48) for prompt in chosen]
-    equal_but_ties(chosen, [baseline[i][:48] for i in some], theirs, reference)
+    theirs = [transformers_greedy(model, prompt, 32) for prompt in chosen]
+    equal_but_ties(chosen, [baseline[i][:32] for i in some], theirs, reference)
 
 
 @pytest.mark.parametrize(("nextn", "drafter"), DRAFTED)

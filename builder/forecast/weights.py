@@ -1,10 +1,12 @@
 """Counts of a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import stored_as
@@ -22,6 +24,7 @@ from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
+ROUTED = re.compile(r"\.experts\.\d+\.")  # a routed expert in a weight's name
 TIED = "embedding, head"  # one tensor is both
 MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
@@ -116,22 +119,26 @@ def count_classes(
     """
     found: dict[tuple[str, bool], WeightClass] = {}
     table = family_table(layout.config, ranks)
-    # Asked once: R1 has 46,000 weights.
     formats = {stored.name: layout.format(stored) for stored in table.stored.values()}
-    held = None if style is None else count_held_bytes(formats, table, style)
+    held = {} if style is None else count_held_bytes(formats, table, style)
+    # A layer's experts are alike: they are most of R1's 46,000 weights.
+    alike = defaultdict[Any, list[Stored]](list)
     for stored in table.stored.values():
-        key = classify(layout.config, stored.name)
+        name, format = stored.name, formats[stored.name]
+        dtype = layout.plain(stored) if format is None else ""
+        shape = stored.shape, stored.axis, stored.routed
+        alike[ROUTED.sub(".experts.", name), shape, format, dtype, held.get(name)].append(stored)
+    for (*_, format, _, of_rank), (stored, *others) in alike.items():
+        key, count = classify(layout.config, stored.name), 1 + len(others)
         weights = found.setdefault(key, WeightClass(*key))
-        weights.parameters += (values := prod(stored.shape))
+        weights.parameters += (values := count * prod(stored.shape))
         weights.parameters_per_rank += values * fraction_per_rank(stored, stored.shape, ranks)
-        format = formats[stored.name]
         for entry in layout.parts(stored, format).values():
-            weights.bytes += entry.nbytes
-            weights.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
-            if held is None:
-                weights.per_rank += entry.nbytes * fraction_per_rank(stored, entry.shape, ranks)
-        if held is not None:
-            weights.per_rank += held[stored.name]
+            weights.bytes += (size := count * entry.nbytes)
+            weights.formats[UNQUANTISED if format is None else format.name] += size
+            if of_rank is None:
+                weights.per_rank += size * fraction_per_rank(stored, entry.shape, ranks)
+        weights.per_rank += count * (of_rank or 0)
     return sorted(found.values(), key=lambda weights: weights.module)
 
 
@@ -146,14 +153,17 @@ def count_held_bytes(
     for weight in choose_formats(table, lambda stored: formats[stored.name], style):
         floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
         group = 0 if weight.format is None else weight.scale_group(share)
+        sizes = dict[Any, float]()  # of tensors with the same shape and format
         for stored, format in weight.held:
-            shape = share.shape(stored)
-            if format is None:
-                size = prod(shape) * floats
-            else:
-                parts = format.held(shape, group, weight.joined)
-                size = sum(entry.nbytes for entry in parts)
-            found[stored.name] = size / (table.ranks.ep if stored.routed else 1)
+            if (kind := (stored.shape, stored.axis, stored.routed, format)) not in sizes:
+                shape = share.shape(stored)
+                if format is None:
+                    size = prod(shape) * floats
+                else:
+                    parts = format.held(shape, group, weight.joined)
+                    size = sum(entry.nbytes for entry in parts)
+                sizes[kind] = size / (table.ranks.ep if stored.routed else 1)
+            found[stored.name] = sizes[kind]
     return found
 
 

@@ -29,6 +29,7 @@ from mtpbuild.builder.measure.prompts import (
 from mtpbuild.builder.measure.runs import TimedAnswer, rotate
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.show import results
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.cli.commands import LoadFlags
@@ -275,6 +276,12 @@ def fake_programs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing them is most of a small benchmark's time."""
+    monkeypatch.setattr(results, "why_no_pictures", lambda: "nobody looks at them")
+
+
 @pytest.mark.usefixtures("quick", "fake_programs")
 def test_the_command(smallest: Path, lines_file: Path) -> None:
     flags = ("--model", smallest, "--nextn", "auto,1,3", "--dataset", lines_file)
@@ -324,7 +331,7 @@ def test_several_concurrencies(smallest: Path, lines_file: Path) -> None:
         assert Path("bench_results", picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("quick", "fake_programs")
+@pytest.mark.usefixtures("quick", "fake_programs", "no_pictures")
 @pytest.mark.parametrize(
     ("flags", "seen", "says"),
     [
@@ -357,7 +364,7 @@ def test_sampling_flags(
     assert says is None or says in out
 
 
-@pytest.mark.usefixtures("quick", "fake_programs")
+@pytest.mark.usefixtures("quick", "fake_programs", "no_pictures")
 def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
     asked = ("--model", smallest, "--dataset", lines_file, "--num-requests", 1, "--json")
     for flags in (

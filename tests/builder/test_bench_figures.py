@@ -7,8 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Annotation
 from rich.console import Console
 
 from mtpbuild.builder.bench import pictures
@@ -218,6 +216,9 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_the_numbers_stand_above_bar_and_prediction() -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
     axes, rows = Figure().subplots(), made_by_hand().rows
     pictures.draw_speedup(axes, rows, ["code", "talk"])
     heights = [text.xy[1] for text in axes.texts if isinstance(text, Annotation)]
@@ -263,6 +264,8 @@ def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
 
 def test_the_picture_of_steps_has_all_of_them() -> None:
     """Each nextn's bars add up to 1, and its accepted drafts are those of the table."""
+    from matplotlib.figure import Figure
+
     report, (left, right) = made_by_hand(), Figure().subplots(1, 2)
     pictures.draw_times(left, report)
     heights = [polygon.get_path().vertices[1:-1:2, 1] for polygon in left.patches]

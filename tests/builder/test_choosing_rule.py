@@ -33,15 +33,14 @@ HOT = SamplingParams(60, ignore_eos=True, temperature=1.3, top_p=0.9, seed=5)
 
 @pytest.fixture(scope="module", autouse=True)
 def rule(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Install the rule."""
-    at, folder = "tests.support.thrifty:THRIFTY", tmp_path_factory.mktemp("site-packages")
-    with installed.installed(folder, "mtpbuild.acceptance_rules", "thrifty", at):
+    """Install the rule, beside one that only accepts."""
+    with installed.rules_installed(tmp_path_factory.mktemp("site-packages")):
         yield
 
 
 @pytest.fixture(scope="module")
 def engine(predictable_engine: EngineBuilder, rule: None) -> Path:
-    return predictable_engine(NEXTN, acceptance_rules=("thrifty",))
+    return predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
 
 
 @pytest.mark.parametrize("drafts", ["probabilistic", "greedy"])

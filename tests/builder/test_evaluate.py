@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
-from matplotlib.figure import Figure
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.measure import read_grid
@@ -169,6 +168,8 @@ def test_rows_by_hand() -> None:
 
 
 def test_the_trade_has_a_point_per_setting() -> None:
+    from matplotlib.figure import Figure
+
     axes = Figure().subplots()
     strict, relaxed = answers("a", "3331", [1, 3, 5]), answers("a", "3311", [1, 2, 3])
     draw_accuracy_over_speed(axes, make_rows({"strict": strict, "2 / 0.1": relaxed}))

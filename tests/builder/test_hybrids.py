@@ -226,7 +226,10 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, scales, values.float() * every
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3.5", *(pytest.param(n, marks=pytest.mark.full) for n in ("qwen3.5-moe", "qwen3-next"))],
+)
 def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
     """Blocks lie across heads whose rows are put into another order; ranks have parts of them."""
     ours = make_family(name, **LARGE)

@@ -67,9 +67,9 @@ def on_gpu(predictable: PlainDeepseek) -> MakePrograms:
     ("nextn", "drafter", "overlap", "ahead"),
     [
         (0, None, True, True),
-        (3, "mtp-eagle", True, False),
+        pytest.param(3, "mtp-eagle", True, False, marks=pytest.mark.full),
         (3, "mtp-vanilla", True, False),
-        (3, "mtp-eagle", False, False),
+        pytest.param(3, "mtp-eagle", False, False, marks=pytest.mark.full),
     ],
 )
 def test_texts_equal_plain_decoding(
@@ -91,6 +91,7 @@ def test_texts_equal_plain_decoding(
     assert bool(gpu.queue) == (overlap and not ahead)  # the last step is one too many
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("overlap", [True, False])
 def test_prompts_begin_with_rows_of_earlier_ones(
     overlap: bool, on_gpu: MakePrograms, predictable: PlainDeepseek

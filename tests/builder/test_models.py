@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mtpbuild.builder.forecast.weights import (
     COPIES,
     MAIN,
     MODULES,
+    CheckpointPortion,
+    WeightClass,
     count_classes,
     find_layout,
     sum_portions,
@@ -137,13 +140,19 @@ def test_all_models_are_here() -> None:
     assert {name for name in named if not name.startswith(others) or name in MODELS} == {*MODELS}
 
 
+@cache
+def classes(name: str) -> list[WeightClass]:
+    return count_classes(find_layout(name, None), ALONE)
+
+
+def portions(name: str) -> dict[str, CheckpointPortion]:
+    return sum_portions(find_layout(name, None), classes(name))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters(name: str) -> None:
     """They are the arithmetic's exactly, and the published ones to their last digit."""
-    layout, said = find_layout(name, None), MODELS[name]
-    found = {
-        part: p.parameters for part, p in sum_portions(layout, count_classes(layout, ALONE)).items()
-    }
+    said, found = MODELS[name], {part: p.parameters for part, p in portions(name).items()}
     wanted = counted(raw_config(name)) | ({} if said.copies else {COPIES: 0})
     assert found == wanted
     published = {MAIN: said.trunk, MODULES: said.module, COPIES: said.copies}
@@ -162,16 +171,14 @@ def test_active_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_downloads(name: str) -> None:
-    layout = find_layout(name, None)
-    found = sum_portions(layout, count_classes(layout, ALONE)).values()
-    assert recipe_of(name).download == round(sum(portion.bytes for portion in found) / 1e9)
+    found = sum(portion.bytes for portion in portions(name).values())
+    assert recipe_of(name).download == round(found / 1e9)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if recipe_of(name).layout == "bf16"])
 def test_bytes_in_bf16(name: str) -> None:
     """Two for each parameter, but four where a router's biases are."""
-    layout, c = find_layout(name, None), raw_config(name)
-    found = sum_portions(layout, count_classes(layout, ALONE)).values()
+    c, found = raw_config(name), portions(name).values()
     layers = c["num_hidden_layers"] + c["num_nextn_predict_layers"] - MODELS[name].dense
     biases = layers * c.get("n_routed_experts", 0)
     parameters = sum(portion.parameters for portion in found)
@@ -188,8 +195,7 @@ def test_gigachat_is_its_makers_gguf_to_the_byte() -> None:
 
 def test_kimi_in_fp8() -> None:
     """One byte for each value of a product, and a number in fp32 for each block of 128 x 128."""
-    found = count_classes(find_layout("kimi-k2-instruct", None), ALONE)
-    experts = next(one for one in found if one.name == "experts")
+    experts = next(one for one in classes("kimi-k2-instruct") if one.name == "experts")
     assert experts.parameters == 60 * 384 * 3 * 7168 * 2048
     assert experts.bytes == experts.parameters + experts.parameters // 128**2 * 4
 

@@ -61,10 +61,8 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-@pytest.fixture(scope="module")
-def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A parent with the real engines small_n0 and small_n1."""
-    parent = tmp_path_factory.mktemp("engines")
+def build_two(smallest: Path, parent: Path) -> Path:
+    """Builds the engines small_n0 and small_n1 at once."""
     stages = Stages()
     built = build(request(smallest, 1, 0, out=parent), stages)
     assert [engine.folder for engine in built] == [parent / "small_n0", parent / "small_n1"]
@@ -73,8 +71,25 @@ def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
+@pytest.fixture(scope="module")
+def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A parent with two real engines."""
+    return build_two(smallest, tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def quick_engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but for their graphs."""
+    with quick_target("onnxruntime"):
+        return build_two(smallest, tmp_path_factory.mktemp("quick"))
+
+
 @pytest.mark.xdist_group("pipeline")
-def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
+@pytest.mark.parametrize("kind", ["quick_engines", pytest.param("engines", marks=pytest.mark.full)])
+def test_several_nextn_share_one_copy_of_the_weights(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    engines: Path = request.getfixturevalue(kind)
     folders = [engines / "small_n0", engines / "small_n1"]
     assert sorted(engines.iterdir()) == folders
     for nextn, folder in enumerate(folders):
@@ -117,8 +132,8 @@ def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_p
 
 
 @pytest.mark.xdist_group("pipeline")
-def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) -> None:
-    before = stamps(engines)
+def test_unchanged_is_left_alone_without_torch(quick_engines: Path, smallest: Path) -> None:
+    engines, before = quick_engines, stamps(quick_engines)
     code = (
         "import sys\n"
         "from pathlib import Path\n"

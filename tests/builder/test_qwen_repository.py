@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from mtpbuild.builder.checkpoint.shards import INDEX
 from mtpbuild.builder.verify.plain import load_plain
@@ -68,6 +67,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     # The EOS of documents, as published; that of turns is the tokenizer's alone.
     config = CONFIG | {"text_config": TEXT | {"eos_token_id": end}}
     files |= {"config.json": config} | dict.fromkeys(NOT_READ, "{}")
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(**files["config.json"])).float().eval()
     tensors = model.state_dict() | module()
     del tensors["lm_head.weight"]  # it is the embedding

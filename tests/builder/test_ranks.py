@@ -137,7 +137,8 @@ def test_a_pool_of_which_a_rank_takes_nothing(
         check_pool(engine, model)
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_request_that_one_rank_fails_at(
     engine: Path, model: PlainDeepseek, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

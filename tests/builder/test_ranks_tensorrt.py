@@ -28,6 +28,7 @@ from mtpbuild.runtime.programs.tensorrt_engines import on_device
 from tests.reference.sampling import check_texts
 from tests.support import trt_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_target import quick_target
 from tests.support.fake_torch_tensorrt import MISMATCH, FakeDataCentre
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
@@ -90,6 +91,16 @@ def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFacto
     assert "lower decode rank0 " in said
     assert "lower decode rank1 " in said
     assert "trace decode rank1" not in said, "the graph is the same for all"
+    return out
+
+
+@pytest.fixture(scope="module")
+def quick_engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build one like it, but for its programs."""
+    out = tmp_path_factory.mktemp("engines") / "quick"
+    with quick_target("tensorrt"):
+        code, _, err = headline(r1, out, "--tp", "2")
+    assert (code, err) == (0, "")
     return out
 
 
@@ -210,7 +221,8 @@ def assert_caught(engine: Path) -> None:
     assert not followers()
 
 
-def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_does_not_run(quick_engine: Path) -> None:
+    engine = quick_engine
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
         Engine.load(engine)
     (engine / "rank1").rename(engine / "elsewhere")
@@ -221,8 +233,9 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_fewer_gpus_than_ranks(
-    engine: Path, trt: FakeDataCentre, monkeypatch: pytest.MonkeyPatch
+    quick_engine: Path, trt: FakeDataCentre, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = quick_engine
     monkeypatch.setattr(trt.gpu, "gpus", 1)
     code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
     says = "2 ranks need a GPU each, this machine has 1: spread them over machines with torchrun"

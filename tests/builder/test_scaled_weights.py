@@ -101,7 +101,10 @@ def logits(model: CausalLM) -> list[Tensor]:
     return [model.logits(hidden), model.logits(module.norm(drafted))]
 
 
-@pytest.mark.parametrize("name", SCALED)
+SOME = [pytest.param(n, marks=[] if n == "mixed" else [pytest.mark.full]) for n in SCALED]
+
+
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @torch.no_grad()
 def test_the_dequantised_models_numbers(
@@ -130,7 +133,7 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     assert "quantised weights (3 in fp8) are dequantised" in "".join(list_notes(fp8))  # kv_b_proj
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -204,7 +207,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path: Path) -> None:
     """Prompts and open batches do too: an expert per token would be the model many times."""
     kept = kept_model(folder("fp8-experts"), tmp_path)

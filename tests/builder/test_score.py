@@ -11,7 +11,7 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.step_controls import make_step_controls
-from tests.support.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.checkpoints import SMALL, random_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder
 from tests.support.fakes import fake_manifest
 from tests.support.live_server import live
@@ -27,7 +27,7 @@ ATOL = 2e-4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("scored") / "checkpoint"
-    random_checkpoint(made, num_nextn_predict_layers=1)
+    random_checkpoint(made, **SMALL)
     write_tokenizer(made / "tokenizer.json", 61)
     return made
 

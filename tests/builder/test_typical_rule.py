@@ -52,9 +52,8 @@ Floats = NDArray[np.float64]
 
 @pytest.fixture(scope="module", autouse=True)
 def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Install the rule."""
-    at, folder = "tests.support.typical:TYPICAL", tmp_path_factory.mktemp("site-packages")
-    with installed.installed(folder, "mtpbuild.acceptance_rules", "typical", at):
+    """Install the rule, beside the one of another package."""
+    with installed.rules_installed(tmp_path_factory.mktemp("site-packages")) as folder:
         yield folder
 
 
@@ -104,7 +103,7 @@ def judged(folder: Path, model: PlainDeepseek, **own: Any) -> Judge:
 
 @pytest.fixture(scope="module")
 def engine(predictable_engine: EngineBuilder) -> Path:
-    return predictable_engine(NEXTN, acceptance_rules=("typical",))
+    return predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,10 @@ def engine(predictable_engine: EngineBuilder) -> Path:
 def test_every_step_keeps_what_the_rule_says(
     target: str, temperature: float, predictable: PlainDeepseek, predictable_engine: EngineBuilder
 ) -> None:
-    own = {} if target == "onnxruntime" else {"target": target}
-    folder = predictable_engine(NEXTN, acceptance_rules=("typical",), **own)
+    if target == "onnxruntime":
+        folder = predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
+    else:
+        folder = predictable_engine(NEXTN, acceptance_rules=("typical",), target=target)
     judge = judged(folder, predictable, temperature=temperature)
     assert not judge.wrong
     assert judge.kept, "some drafts stand"
@@ -246,7 +247,7 @@ def test_an_engine_says_which_rules_it_has(engine: Path, predictable_engine: Eng
     without = predictable_engine(NEXTN)
     manifests = [read_manifest(folder) for folder in (engine, without)]
     own = ["strict", "rejection", "block", "relaxed", "synthetic"]
-    assert [m.capabilities["acceptance"] for m in manifests] == [[*own, "typical"], own]
+    assert [m.capabilities["acceptance"] for m in manifests] == [[*own, *installed.RULES], own]
     assert manifests[0].build.fingerprint != manifests[1].build.fingerprint
     with Engine.load(without, threads=1) as loaded, pytest.raises(RequestError) as caught:
         loaded.generate(PROMPT, typical_params(EASY))
@@ -264,7 +265,7 @@ def test_a_change_of_the_rule_is_another_engine(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("rule", "flags", "says"),
     [
-        ("colour", {}, "unknown acceptance rule 'colour'; supported: typical"),
+        ("colour", {}, "unknown acceptance rule 'colour'; supported: thrifty, typical"),
         (
             "typical",
             {"target": "tensorrt"},

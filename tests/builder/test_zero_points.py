@@ -175,7 +175,9 @@ def test_biases_of_mlx(tmp_path: Path) -> None:
     assert widths == {4, 8}
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "many"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.full) for n in ("awq", "gptq")), "many"]
+)
 def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
     request = build_request(folders[name], (1,), max_seq_len=64, out=tmp_path / "e")

@@ -33,7 +33,7 @@ def test_joint_law(rejection: bool, sampled: bool) -> None:
     assert chi_square(decode(rejection=rejection, sampled=sampled)) < LIMIT
 
 
-@pytest.mark.parametrize("nextn", [1, K, 4])
+@pytest.mark.parametrize("nextn", [K, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
 def test_joint_law_of_block_verification(sampled: bool, nextn: int) -> None:
     tokens = decode(rejection=True, block=True, sampled=sampled, nextn=nextn)
@@ -49,7 +49,7 @@ def test_joint_law_of_a_mixed_batch(sampled: bool) -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.full), 0.6])
 def test_joint_law_of_a_rule_that_chooses(share: float, sampled: bool) -> None:
     """The rule is another package's: half of the slots ask for it, the others are strict."""
     assert chi_square(thrifty_tokens(THRIFTY, share, sampled)) < LIMIT

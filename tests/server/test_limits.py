@@ -269,7 +269,8 @@ def megabytes(pid: int, name: str) -> int:
 )
 def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
     """While it is read /health answers, and memory stays; the answer is one error or a text."""
-    (pid, address), (path, body) = process, BODIES[name]
+    (pid, address), (path, make_body) = process, BODIES[name]
+    body = make_body()
     waits, over = [0.0], threading.Event()
 
     def probe() -> None:

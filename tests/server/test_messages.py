@@ -1,15 +1,17 @@
 """The `anthropic` package against a server over fakes, and what bodies become as chats."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from mtpbuild.runtime.server.messages import MessagesBody
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live
 from tests.support.served import SAID, TOOL_TEMPLATE, events, saying, served
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 HI: Any = [{"role": "user", "content": "hi"}]
 ASK: Any = {"model": "fake", "messages": HI, "max_tokens": 100, "stop_sequences": ["｜end｜"]}
@@ -27,7 +29,9 @@ def server() -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[anthropic.Anthropic]:
+def client(server: Live) -> Iterator["Anthropic"]:
+    import anthropic  # takes seconds
+
     transport = server.client()
     with anthropic.Anthropic(
         base_url=server.url, api_key="k", max_retries=0, http_client=transport
@@ -40,7 +44,7 @@ def plain(blocks: Any) -> list[Any]:
     return [block.model_dump(exclude={"id"}, exclude_none=True) for block in blocks]
 
 
-def test_a_message_and_its_stream(client: anthropic.Anthropic) -> None:
+def test_a_message_and_its_stream(client: "Anthropic") -> None:
     told = client.messages.create(**ASK, tools=[WEATHER], extra_body=GREEDY)
     thought, text, call = plain(told.content)
     assert (thought["type"], thought["thinking"]) == ("thinking", "so")
@@ -69,7 +73,7 @@ def test_the_order_of_events(server: Live) -> None:
     assert lines[-2].startswith('data: {"type":"message_stop"'), "there is no [DONE]"
 
 
-def test_why_it_ends(client: anthropic.Anthropic) -> None:
+def test_why_it_ends(client: "Anthropic") -> None:
     ended = client.messages.create(**ASK, extra_body=GREEDY)
     assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "｜end｜")
     cut = client.messages.create(**ASK | {"max_tokens": 3}, extra_body=GREEDY)
@@ -81,7 +85,9 @@ def test_why_it_ends(client: anthropic.Anthropic) -> None:
         assert plain(stream.get_final_message().content) == plain(shown.content)
 
 
-def test_errors_are_the_packages_own(client: anthropic.Anthropic, server: Live) -> None:
+def test_errors_are_the_packages_own(client: "Anthropic", server: Live) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(**ASK | {"model": "other"})
     picture = {"type": "image", "source": {"type": "url", "url": "x"}}

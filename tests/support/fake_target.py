@@ -15,6 +15,7 @@ from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.manifest import TensorSpec
+from mtpbuild.runtime.contract.programs import MIXED
 from tests.support.registry import registered
 
 
@@ -37,8 +38,12 @@ def two_bytes(traced: Traced, weights: Any, folder: Path) -> str:
 
 
 def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
-    """Makes a target like the real one, except for some methods, which are given without `self`."""
-    methods = {key: staticmethod(value) for key, value in replaced.items()}
+    """Makes a target like the real one, except for some methods, which are given without `self`.
+
+    It has the real one's module, as fingerprints have the code of that.
+    """
+    methods: dict[str, Any] = {key: staticmethod(value) for key, value in replaced.items()}
+    methods["__module__"] = type(real).__module__
     fake: Target = type("FakeTarget", (type(real),), methods)()
     return fake
 
@@ -60,3 +65,20 @@ def quick_target(
     methods: dict[str, Callable[..., Any]] = {"trace": no_trace, "lower": two_bytes}
     methods["inexact"] = lambda files: "its graphs are two bytes"
     return in_place_of(name, **methods | replaced)
+
+
+def greedy_only() -> contextlib.AbstractContextManager[None]:
+    """Put a target onnxruntime in place that leaves out the step that samples.
+
+    That step is half of a small build. An engine runs it only for requests that need it.
+    """
+    real = load_target("onnxruntime")
+
+    def trace(program: Program, plan: Plan) -> Traced:
+        return (no_trace if program.name.startswith(MIXED) else real.trace)(program, plan)
+
+    def lower(traced: Traced, weights: Any, folder: Path) -> str:
+        lower_one = two_bytes if traced.name.startswith(MIXED) else real.lower
+        return lower_one(traced, weights, folder)
+
+    return quick_target("onnxruntime", trace=trace, lower=lower)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+RULES = {"typical": "tests.support.typical:TYPICAL", "thrifty": "tests.support.thrifty:THRIFTY"}
 
 
 @contextlib.contextmanager
@@ -19,6 +20,15 @@ def installed(folder: Path, group: str, name: str, at: str) -> Iterator[Path]:
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))
+
+
+@contextlib.contextmanager
+def rules_installed(folder: Path) -> Iterator[Path]:
+    """Puts a folder on the path that has all of `RULES`."""
+    with contextlib.ExitStack() as stack:
+        for name, at in RULES.items():
+            stack.enter_context(installed(folder, "mtpbuild.acceptance_rules", name, at))
+        yield folder
 
 
 def mtpbuild(*arguments: object, path: tuple[Path, ...] = ()) -> "subprocess.CompletedProcess[str]":

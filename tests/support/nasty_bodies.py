@@ -1,23 +1,33 @@
 """Bodies of up to 8 MiB that cost a server much if it takes them as they come."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 MOST = 8 * 1024 * 1024 - 1024
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def filled(begin: str, item: str, end: str, most: int = MOST) -> bytes:
+def fill(begin: str, item: str, end: str, most: int = MOST) -> bytes:
     """Repeat an item between two texts, up to so many bytes."""
     return (begin + item * ((most - len(begin) - len(end)) // len(item.encode())) + end).encode()
+
+
+Body = Callable[[], bytes]  # some take a second to make
+filled: Callable[..., Body] = partial(partial, fill)
 
 
 def schema(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {} for i in range(count)}}
 
 
-def form(**asked: Any) -> bytes:
-    return json.dumps({"prompt": "a", "max_tokens": 1, "structured_outputs": asked}).encode()
+def dump(**body: Any) -> Body:
+    return lambda: json.dumps(body).encode()
+
+
+def form(**asked: Any) -> Body:
+    return dump(prompt="a", max_tokens=1, structured_outputs=asked)
 
 
 # Names that name the next one: as deep as no thread's usual stack is.
@@ -25,16 +35,16 @@ CHAIN: dict[str, Any] = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i
     "d3000": {}
 }
 HI = '"messages": [{"role": "user", "content": "hi"}]'
-QUICK: dict[str, tuple[str, bytes]] = {
+QUICK: dict[str, tuple[str, Body]] = {
     "prompts times n": (COMPLETIONS, filled('{"n": 128, "prompt": [', "[1],", "[1]]}", 400_000)),
     "wrong items": (COMPLETIONS, filled('{"prompt": [', "{},", "{}]}", 250_000)),
     "a long prompt": (COMPLETIONS, filled('{"prompt": "', "some words ", '"}')),
     "lists of one": (COMPLETIONS, filled('{"prompt": [', "[[0]],", "[]]}")),
     "a large schema": (COMPLETIONS, form(json=schema(10_000))),
-    "not a number": ("/v1/responses", b'{"input": "hi", "metadata": {"a": NaN}}'),
+    "not a number": ("/v1/responses", lambda: b'{"input": "hi", "metadata": {"a": NaN}}'),
 }
 BODIES = QUICK | {
-    "nested lists": (COMPLETIONS, b"[" * MOST),
+    "nested lists": (COMPLETIONS, lambda: b"[" * MOST),
     "nested objects": ("/v1/responses", filled('{"metadata": ', '{"a":', "}")),
     "a wide prompt": (COMPLETIONS, filled('{"prompt": "\U0001f600', "a", '"}')),
     "one word": (COMPLETIONS, filled('{"prompt": "', "a", '"}')),
@@ -53,11 +63,8 @@ BODIES = QUICK | {
     "stop": (COMPLETIONS, filled('{"prompt": "a", "stop": [', '"ab",', '"ab"]}', 2_000_000)),
     "a long stop": (COMPLETIONS, filled('{"prompt": "a", "stop": "', "a", '"}')),
     "bad words": (COMPLETIONS, filled('{"prompt": "a", "bad_words": ["', "a ", '"]}')),
-    "biases": (
-        COMPLETIONS,
-        json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(400_000)}}).encode(),
-    ),
-    "digits": (COMPLETIONS, b'{"prompt": [' + b"7" * 1_000_000 + b"]}"),
+    "biases": (COMPLETIONS, dump(prompt="a", logit_bias=dict.fromkeys(range(400_000), 1))),
+    "digits": (COMPLETIONS, lambda: b'{"prompt": [' + b"7" * 1_000_000 + b"]}"),
     "keys": (COMPLETIONS, filled("{", '"prompt":1,', '"prompt":2}', 5_000_000)),
     "template's own": (
         CHAT,
