@@ -31,6 +31,8 @@ KINDS = [  # model, weights, caches
         for kind in [
             ("many", "float32", "float32"),
             ("glm-4.6", "int8", "bfloat16"),
+            ("few", "int8", "int8"),
+            *((name, "int4", "int8") for name in ("many", "glm-4.6", "mimo", "qwen3.5")),
             ("many", "int4", "bfloat16"),
             ("few", "int4", "float32"),
             ("few", "float32", "float32"),
@@ -162,7 +164,7 @@ def test_an_operator_that_nobody_has_probed(
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.6, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.7, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

@@ -134,4 +134,16 @@ inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   });
 }
 
+// Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart; the
+// bytes become unsigned, with zero at 128.
+inline void store_columns(const int8_t* const* rows, uint8_t* to) {
+  for (int n = 0; n < 8; n++)
+    for (int g = 0; g < 8; g++) {
+      uint32_t four;
+      std::memcpy(&four, rows[n] + 4 * g, 4);
+      four ^= 0x80808080;
+      std::memcpy(to + 128 * g + 4 * n, &four, 4);
+    }
+}
+
 }  // namespace
