@@ -146,7 +146,7 @@ def _integer_split(
         )
         tops = factors.reshape(-1, 32).max(1)
         inverse = np.divide(F(1), tops, out=np.zeros_like(tops), where=tops > 0)
-        shares = np.rint(scaled * factors.reshape(-1, 32) * inverse[:, None]).astype(np.int32)
+        shares = np.rint(scaled * (factors.reshape(-1, 32) * inverse[:, None])).astype(np.int32)
         total = np.zeros((len(q), ints.shape[1]), F)
         for b in range(len(tops)):
             sums = (shares[:, b] @ ints[32 * b : 32 * b + 32]).astype(F)

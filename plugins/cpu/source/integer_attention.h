@@ -43,8 +43,8 @@ inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows,
 // The scales of a block of a split's values. Those that are not finite are 0: the scores of their
 // rows are NaN.
 struct Factors {
-  alignas(64) float of[mtp::SPLIT];
-  float tops[PARTS], inverses[PARTS];  // the largest of 32 rows
+  alignas(64) float of[mtp::SPLIT], normed[mtp::SPLIT];  // normed: over the largest of 32 rows
+  float tops[PARTS];
 
   // Returns the largest of those of 32 rows that a query sees.
   float top(int64_t part, int64_t seen) const {
@@ -57,7 +57,7 @@ struct Factors {
   }
 };
 
-// Lays out `parts` times 32 rows' values as the weights of 32 outputs.
+// Lays out `parts` times 32 rows' values as the weights of 32 outputs, but signed.
 inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, int64_t parts,
                         uint8_t* values, Factors& factors) {
   uint16_t bits[mtp::SPLIT];
@@ -70,10 +70,10 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
       std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
     }
     for (int64_t d = 0; d < mtp::BLOCK; d++) {
-      out[4 * d] = static_cast<uint8_t>(in[0][d] ^ -128);
-      out[4 * d + 1] = static_cast<uint8_t>(in[1][d] ^ -128);
-      out[4 * d + 2] = static_cast<uint8_t>(in[2][d] ^ -128);
-      out[4 * d + 3] = static_cast<uint8_t>(in[3][d] ^ -128);
+      out[4 * d] = static_cast<uint8_t>(in[0][d]);
+      out[4 * d + 1] = static_cast<uint8_t>(in[1][d]);
+      out[4 * d + 2] = static_cast<uint8_t>(in[2][d]);
+      out[4 * d + 3] = static_cast<uint8_t>(in[3][d]);
     }
     std::memcpy(values, out, sizeof out);
   }
@@ -83,7 +83,9 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
   }
   for (int64_t part = 0; part < parts; part++) {
     float top = factors.tops[part] = factors.top(part, mtp::BLOCK);
-    factors.inverses[part] = top > 0.0f ? 1.0f / top : 0.0f;
+    Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
+    for (int64_t r = mtp::BLOCK * part; r < mtp::BLOCK * (part + 1); r += 16)
+      store(factors.normed + r, mul(load(factors.of + r), inverse));
   }
 }
 
@@ -121,18 +123,41 @@ inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, flo
 inline void share(const float* weights, const float* scales, int64_t seen, const Factors& factors,
                   int64_t parts, mtp::InputBlock* out) {
   for (int64_t part = 0, r = 0; part < parts; part++, r += mtp::BLOCK) {
-    float top = factors.tops[part], inverse = factors.inverses[part];
+    Floats low = load(factors.normed + r), high = load(factors.normed + r + 16);
+    float top = factors.tops[part];
     if (seen < r + mtp::BLOCK) {
       top = factors.top(part, seen - r);
-      inverse = top > 0.0f ? 1.0f / top : 0.0f;
+      Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
+      low = mul(load(factors.of + r), inverse), high = mul(load(factors.of + r + 16), inverse);
     }
-    Floats low = mul(load(weights + r), load(factors.of + r));
-    Floats high = mul(load(weights + r + 16), load(factors.of + r + 16));
-    Ints first = to_ints(mul(low, same(inverse))), second = to_ints(mul(high, same(inverse)));
     out[part].scale = scales[part] * top;
-    out[part].sum = total(first, second);
-    store_bytes(out[part].values, first);
-    store_bytes(out[part].values + 16, second);
+    store_block(out[part].values, to_ints(mul(load(weights + r), low)),
+                to_ints(mul(load(weights + r + 16), high)));
+  }
+}
+
+// Multiplies shares by a panel of values.
+template <int ROWS>
+void mix_rows(const uint8_t* panel, int64_t parts, const mtp::InputBlock* const* in,
+              float* const* out) {
+  for (int v = 0; v < 2; v++) {
+    Floats totals[ROWS];
+    for (int m = 0; m < ROWS; m++) totals[m] = same(0.0f);
+    const uint8_t* lines = panel + 64 * v;
+    for (int64_t part = 0; part < parts; part++) {
+      Ints sums[ROWS] = {};
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; g++, lines += 128) {
+        Bytes line = load_bytes(lines);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+          sums[m] = dot4_signed(sums[m], line, in[m][part].values + 4 * g);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; m++)
+        totals[m] = fma(to_floats(sums[m]), same(in[m][part].scale), totals[m]);
+    }
+    for (int m = 0; m < ROWS; m++) store(out[m] + 16 * v, totals[m]);
   }
 }
 
@@ -143,9 +168,7 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
   float scales[Q][PARTS], *to[Q];
   mtp::InputBlock shares[Q][PARTS];
   const mtp::InputBlock* in[Q];
-  uint16_t ones[PARTS * mtp::PANEL];
   int64_t parts = 0;
-  for (uint16_t& one : ones) one = 0x3C00;
   for (int64_t i = 0; i < a.count; i++)
     parts = a.seen[i] > mtp::BLOCK * parts ? (a.seen[i] + mtp::BLOCK - 1) / mtp::BLOCK : parts;
   auto own_scales = reinterpret_cast<uint16_t*>(a.panel + LINE * a.key_blocks);
@@ -167,7 +190,10 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
     pack_values(a.values[b], a.rows, parts, a.panel, factors);
     for (int64_t i = 0; i < a.count; i++)
       share(a.scores + mtp::SPLIT * i, scales[i], a.seen[i], factors, parts, shares[i]);
-    multiply<8>({a.panel, ones, parts, mtp::PANEL}, a.count, in, to);
+    int64_t m = 0;
+    for (; m + TILE_KEYS <= a.count; m += TILE_KEYS)
+      mix_rows<TILE_KEYS>(a.panel, parts, in + m, to + m);
+    for (; m < a.count; m++) mix_rows<1>(a.panel, parts, in + m, to + m);
     for (int64_t i = 0; i < a.count; i++)
       for (int64_t d = 0; d < a.values[b].count; d++)
         partial(i)[(2 + at + d) * mtp::LANES] = products[i][d];

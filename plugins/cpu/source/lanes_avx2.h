@@ -162,4 +162,25 @@ inline void store_columns(const int8_t* const* rows, uint8_t* to) {
   }
 }
 
+inline __m256i dot4_signed(__m256i sum, __m256i w, __m256i x) {
+#ifdef __AVXVNNI__
+  return _mm256_dpbusd_avx_epi32(sum, x, w);
+#else
+  __m256i pairs = _mm256_maddubs_epi16(x, w);  // at most 127 * 128 * 2
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const __m256i x = _mm256_set1_epi32(bits);
+  return {dot4_signed(sum.a, w.a, x), dot4_signed(sum.b, w.b, x)};
+}
+inline void store_block(int8_t* p, Ints x, Ints y) {
+  __m256i words = _mm256_packs_epi32(x.a, x.b), more = _mm256_packs_epi32(y.a, y.b);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words, more), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
+}
+
 }  // namespace

@@ -105,4 +105,14 @@ inline void store_columns(const int8_t* const* rows, uint8_t* to) {
   }
 }
 
+inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  return {_mm512_dpbusd_epi32(sum.v, _mm512_set1_epi32(bits), w.v)};
+}
+inline void store_block(int8_t* p, Ints x, Ints y) {
+  store_bytes(p, x);
+  store_bytes(p + 16, y);
+}
+
 }  // namespace

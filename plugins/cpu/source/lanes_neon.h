@@ -146,4 +146,15 @@ inline void store_columns(const int8_t* const* rows, uint8_t* to) {
     }
 }
 
+inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(bits));
+  return each<Ints>([&](int i) { return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(w.v[i]), x); });
+}
+inline void store_block(int8_t* p, Ints x, Ints y) {
+  store_bytes(p, x);
+  store_bytes(p + 16, y);
+}
+
 }  // namespace

@@ -159,4 +159,19 @@ inline void store_columns(const int8_t* const* rows, uint8_t* to) {
     }
 }
 
+// Adds the products of four inputs, which are not negative, and four signed weights of 16 outputs.
+inline Ints dot4_signed(const Ints& sum, const Bytes& w, const int8_t* four) {
+  Ints r;
+  for (int n = 0; n < 16; n++) {
+    int32_t s = sum.v[n];
+    for (int i = 0; i < 4; i++) s += static_cast<int8_t>(w.v[4 * n + i]) * four[i];
+    r.v[n] = s;
+  }
+  return r;
+}
+inline void store_block(int8_t* p, const Ints& a, const Ints& b) {
+  store_bytes(p, a);
+  store_bytes(p + 16, b);
+}
+
 }  // namespace
