@@ -1,14 +1,19 @@
-"""Measures how much accuracy bfloat16 caches cost deepseek-tiny's int8 and int4 engines.
+"""Measures how much accuracy smaller caches cost an engine with int8 or int4 weights.
 
-    python benchmarks/cache_accuracy.py [--work runs/cache_accuracy] [--texts 24] [--tokens 100]
+    python benchmarks/cache_accuracy.py [--model deepseek-tiny] [--weights int4] [--texts 8]
+        [--context 2000] [--work runs/cache_accuracy]
 
-The fp32 engine continues prompts greedily. Then each engine with integer weights scores every
-token of these texts given the tokens before it, with caches of both types. `loss` is the mean of
-the negative log-probabilities in nats, and `first` the share of tokens that are the engine's own
-first choice. `moved` is the mean and the largest difference of a token's log-probability from the
-engine with fp32 caches.
+The engine with fp32 weights continues the built-in prompts greedily. Prompts and answers are joined
+to texts of `context` tokens, which each engine scores: every token given those before it. `loss` is
+the mean of the negative log-probabilities in nats, and `first` the share of tokens that are the
+engine's own first choice. `KL` is the mean divergence from another engine over its TOP first tokens
+and all others as one, and `moved` the mean and the largest difference of a token's log-probability.
+With fp32 caches the other engine has fp32 weights, so this is what the weights' rounding costs;
+otherwise it has equal weights and fp32 caches.
 """
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -19,62 +24,88 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.requests.request import TokenLogprobs
 
-Texts = list[tuple[int, list[int]]]  # number of the prompt's tokens, and all tokens
+TOP = 20
+ANSWER = 100  # most tokens of an answer
+CACHES = ("float32", "bfloat16", "int8")
+Texts = list[list[int]]
+Scores = list[TokenLogprobs]
 
 
-def built(work: Path, weights: str | None, caches: str) -> Path:
-    out = work / f"{weights or 'fp32'}_{caches}"
+def built(work: Path, model: str, weights: str | None, caches: str) -> Path:
+    out = work / f"{model}_{weights or 'fp32'}_{caches}"
     options, scheme = {"cache_dtype": caches}, build_scheme(weights)
-    request = BuildRequest(
-        "deepseek-tiny", (0,), out=out, scheme=scheme, options=options, score=True
-    )
+    request = BuildRequest(model, (0,), out=out, scheme=scheme, options=options, score=True)
     [engine] = build(request)
     return engine.folder
 
 
-def continued(folder: Path, texts: int, tokens: int) -> Texts:
-    """Return the first prompts of the built-in sets, alternating, with the engine's answers."""
+def continued(folder: Path, texts: int, context: int) -> Texts:
+    """Return texts of `context` tokens each: prompts of the built-in sets and their answers."""
     with Engine.load(folder, threads=1, prefix_cache=False) as engine:
-        prompts = load_both(engine, texts, tokens)
-        answers = engine.generate(prompts, SamplingParams(tokens, temperature=0.0))
-        pairs = zip(prompts, answers, strict=True)
-        return [(len(prompt), [*prompt, *answer.token_ids]) for prompt, answer in pairs]
+        prompts = load_both(engine, texts * context // ANSWER, ANSWER)
+        tokens = list[int]()
+        for prompt in prompts:
+            if len(tokens) >= texts * context:
+                break
+            answer = engine.generate(prompt, SamplingParams(ANSWER, temperature=0.0))
+            tokens += [*prompt, *answer.token_ids]
+    return [tokens[at : at + context] for at in range(0, texts * context, context)]
 
 
-def scored(folder: Path, texts: Texts) -> list[tuple[float, bool]]:
-    """Return each answered token's log-probability, and whether it is the first choice."""
-    params = SamplingParams(0, prompt_logprobs=1)
+def scored(folder: Path, texts: Texts) -> Scores:
+    """Return the log-probabilities at each token of all texts."""
+    params = SamplingParams(0, prompt_logprobs=TOP)
     with Engine.load(folder, threads=1, prefix_cache=False) as engine:
-        results = [engine.generate(ids, params).prompt_logprobs or () for _, ids in texts]
-    pairs = zip(texts, results, strict=True)
-    tokens = [token for (start, _), found in pairs for token in found[start - 1 :]]
-    return [(token.logprob, token.top[0][0] == token.token_id) for token in tokens]
+        results = [engine.generate(ids, params).prompt_logprobs or () for ids in texts]
+    return [token for found in results for token in found if token is not None]
 
 
-def compare(work: Path, texts: int, tokens: int) -> Table:
-    """Build all engines; return a table with a row for each engine of integer weights."""
-    table = Table("weights", "caches", "tokens", "loss", "first", "moved: mean", "largest")
-    answered = continued(built(work, None, "float32"), texts, tokens)
-    for weights in ("int8", "int4"):
-        plain: list[float] = []
-        for caches in ("float32", "bfloat16"):
-            found = scored(built(work, weights, caches), answered)
-            logprobs = [logprob for logprob, _ in found]
-            plain = plain or logprobs
-            moved = [abs(a - b) for a, b in zip(logprobs, plain, strict=True)]
-            count = len(found)
-            row = f"{-sum(logprobs) / count:.4f}", f"{sum(first for _, first in found) / count:.2%}"
-            table.add_row(
-                *(weights, caches, str(count), *row),
-                *(f"{sum(moved) / count:.4f}", f"{max(moved):.3f}"),
-            )
+def divergence(one: TokenLogprobs, other: TokenLogprobs) -> float:
+    """Return KL(one | other) over the first tokens that both know, and all others as one."""
+    known = dict(other.top)
+    pairs = [(p, known[token]) for token, p in one.top if token in known]
+    rests = (math.log(max(1e-9, 1 - sum(map(math.exp, each)))) for each in zip(*pairs, strict=True))
+    p, q = rests
+    return sum(math.exp(a) * (a - b) for a, b in [*pairs, (p, q)])
+
+
+def mean(numbers: Iterable[float]) -> float:
+    found = [*numbers]
+    return sum(found) / len(found)
+
+
+def compare(work: Path, model: str, weights: str, texts: int, context: int) -> Table:
+    """Build all engines; return a table with a row for each type of caches."""
+    table = Table("caches", "tokens", "loss", "first", "KL", "moved: mean", "largest")
+    floats = built(work, model, None, "float32")
+    answered = continued(floats, texts, context)
+    before = scored(floats, answered)
+    for caches in CACHES:
+        found = scored(built(work, model, weights, caches), answered)
+        moved = [abs(a.logprob - b.logprob) for a, b in zip(found, before, strict=True)]
+        table.add_row(
+            *(caches, str(len(found)), f"{-mean(each.logprob for each in found):.4f}"),
+            f"{mean(each.top[0][0] == each.token_id for each in found):.2%}",
+            f"{mean(map(divergence, before, found)):.6f}",
+            *(f"{mean(moved):.4f}", f"{max(moved):.3f}"),
+        )
+        if caches == CACHES[0]:
+            before = found
     return table
 
 
 def main() -> None:
-    arguments = parse_flags(__doc__, work=Path("runs/cache_accuracy"), texts=24, tokens=100)
-    Console().print(compare(arguments.work, arguments.texts, arguments.tokens))
+    arguments = parse_flags(
+        __doc__,
+        model="deepseek-tiny",
+        weights="int4",
+        texts=8,
+        context=2000,
+        work=Path("runs/cache_accuracy"),
+    )
+    Console().print(compare(**vars(arguments)))
 
 
 if __name__ == "__main__":

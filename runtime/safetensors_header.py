@@ -19,7 +19,7 @@ METADATA = "__metadata__"
 Header = dict[str, dict[str, Any]]  # dtype, shape and data_offsets of each tensor
 DTYPES = {
     **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
-    **{"BOOL": np.bool_, "U8": np.uint8, "BF16": np.uint16},
+    **{"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "BF16": np.uint16},
 }
 
 

@@ -21,7 +21,7 @@ from one.shapes import MOE, published
 from one.sides import LLAMA, Measured, Side, decode, ours, take_turns
 
 NEXTN, RATES = 1, (0.85,)  # as many drafts as the shape has modules
-PLAIN, DRAFTING = "nextn 0", f"nextn {NEXTN}"
+PLAIN, DRAFTING, INT8 = OURS = "nextn 0", f"nextn {NEXTN}", "nextn 0, int8 caches"
 # Cached tokens of each request -> numbers of concurrent requests; an engine is built for the
 # largest.
 LOADS = {1024: (1, 2, 4, 8), 8192: (1, 2, 4, 8), 32768: (1, 2)}
@@ -64,9 +64,10 @@ class Contexts:
         for most, loads in by_batch().items():
             length = max(load.context for load in loads) + 4 * STEPS
             flags = ("--max-seq-len", str(length), "--max-batch", str(most))
-            pair = shop.build(f"batch_{most}", (0, NEXTN), *flags)
-            for name, engine in zip((PLAIN, DRAFTING), pair, strict=True):
-                sides.append(self.our_side(name, engine, loads, shop.vocabulary))
+            built = shop.build(f"batch_{most}", (0, NEXTN), *flags)
+            built += shop.build(f"int8_{most}", (0,), *flags, "--cache-dtype", "int8")
+            for name, engine in zip(OURS, built, strict=True):
+                sides.append(self.our_side(name, most, engine, loads, shop.vocabulary))
                 costs |= self.our_costs(counted, name, engine, loads)
                 rows[name] = row_bytes(read_manifest(engine)).total()
         shop.drop_checkpoint()
@@ -82,9 +83,11 @@ class Contexts:
             "most_on_disk": shop.most,
         }
 
-    def our_side(self, name: str, engine: Path, loads: list[Load], vocabulary: int) -> Side:
+    def our_side(
+        self, name: str, most: int, engine: Path, loads: list[Load], vocabulary: int
+    ) -> Side:
         asked = asks(loads, RATES if name == DRAFTING else None)
-        return ours(f"{name}, {engine.parent.name}", engine, asked, vocabulary)
+        return ours(f"{name}, batch_{most}", engine, asked, vocabulary)
 
     def our_costs(self, counted: Counted, name: str, engine: Path, loads: list[Load]) -> Data:
         return as_json({f"{name}, {n}": counted.step(engine, n.context, n.batch) for n in loads})
@@ -98,7 +101,7 @@ class Contexts:
         layers = found.data["layers"]
         title = f"{MOE}, {layers} layers, int4 beside Q4_0; caches filled without a prompt"
         grid = Table("cached x requests", title=title, title_justify="left")
-        for name in (PLAIN, DRAFTING, LLAMA):
+        for name in (*OURS, LLAMA):
             for column in (f"{name}\nms (bound)", "tokens/s", "growth\n(bound's)"):
                 grid.add_column(column, justify="right", no_wrap=True)
         grid.add_column("best over\nllama.cpp", justify="right")
@@ -108,7 +111,7 @@ class Contexts:
 
     def cells(self, found: Found, load: Load) -> Iterator[str]:
         speeds = []
-        for name in (PLAIN, DRAFTING, LLAMA):
+        for name in (*OURS, LLAMA):
             seconds, least = step(found, name, load), bound(found, name, load)
             grown = over(seconds, step(found, name, Load(*BASE)))
             grown_bound = over(least, bound(found, name, Load(*BASE)))
@@ -123,11 +126,11 @@ class Contexts:
     def memory(self, found: Found) -> Table:
         """Show the growth of anonymous memory since programs were loaded, and the caches in use."""
         grid = Table("cached x requests", title="memory grown, MB (caches in use)")
-        for name in (PLAIN, DRAFTING):
+        for name in OURS:
             grid.add_column(name, justify="right")
         for load in every():
             cells = []
-            for name in (PLAIN, DRAFTING):
+            for name in OURS:
                 side = side_of(found.measured, name, load)
                 now = found.measured.memory(side, str(load), "RssAnon")
                 before = found.measured.memory(side, WARM, "RssAnon")

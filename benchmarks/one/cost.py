@@ -19,10 +19,11 @@ from mtpbuild.builder.models.common.weight import WHOLE, weight_of
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.weights.placed import read_places
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
+from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
 
-FP16, FP32 = 2, 4
+FP16 = 2
 OUR_STATES, THEIR_STATES = 3, 2  # reads and writes of a recurrent state in a pass
 
 
@@ -154,7 +155,7 @@ def row_bytes(manifest: Manifest) -> Counter[str]:
     for spec in manifest.state:
         if spec.role == "rows":
             kind = "kv" if spec.owner.startswith("layers.") else "mtp_kv"
-            found[kind] += spec.sizes["width"] * (FP32 if spec.dtype == "float32" else FP16)
+            found[kind] += spec.sizes["width"] * host_type(spec.dtype).itemsize
     return found
 
 

@@ -55,7 +55,9 @@ class Watched:
         views = self._programs._caches.views(0, self.batch)
         for name in self._caches:
             cache = views[name][:, :, : self.filled]
-            pool = draw.standard_normal((POOL, cache.shape[-1]), np.float32)
+            pool: Any = draw.standard_normal((POOL, cache.shape[-1]), np.float32)
+            if cache.dtype == np.int8:  # no byte makes a scale that is not finite
+                pool = draw.integers(0, 60, pool.shape, np.int8)
             for start in range(0, cache.shape[2], POOL):
                 part = cache[:, :, start : start + POOL]
                 part[...] = pool[: part.shape[2]]
@@ -67,7 +69,7 @@ class Ours:
         self.vocabulary = job["vocabulary"]
         self.engine = Engine.load(job["path"], threads=job["threads"], prefix_cache=False)
         state = self.engine.manifest.state
-        caches = [s.name for s in state if s.role == "rows" and s.dtype == "float32"]
+        caches = [s.name for s in state if s.role == "rows" and s.dtype != "bfloat16"]
         # This name is not public; `loop_overhead.py` uses it too.
         self.loop: Any = self.engine._loop
         self.watched = self.loop.programs = Watched(self.loop.programs, caches)

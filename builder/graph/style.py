@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.graph.pipelines import PLAIN, Pipeline
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.contract.manifest import FloatType
+    from mtpbuild.runtime.contract.manifest import CacheType, FloatType
 
 
 class Sizes(StrEnum):
@@ -37,7 +37,7 @@ class GraphStyle:
     formats: tuple[str, ...] = ()  # number formats whose weights are not dequantised
     rounds_to: str | None = None  # the one that quantised weights in other formats get, if any
     dtype: "FloatType" = "float32"  # of other weights, of caches and hidden states
-    cache_dtype: "FloatType | None" = None  # of caches, if it differs from dtype
+    cache_dtype: "CacheType | None" = None  # of caches, if it differs from dtype
 
     @property
     def whole_caches(self) -> bool:

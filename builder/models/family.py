@@ -80,6 +80,9 @@ class Family:
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], PlainLM]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
+    # The sizes of which a cache row is made, again and again, and whose scales are apart in caches
+    # of int8; (): no such caches.
+    cache_sections: Callable[[Any], tuple[int, ...]] = lambda c: ()
     modules: str = ""  # prefix of module names before the number; "": layers after the trunk's
     modules_key: str = "num_nextn_predict_layers"  # key in config.json: the number of modules
     module_extra_prefix: str = ""  # prefix of a module's tensors outside its layer

@@ -24,11 +24,12 @@ from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as given on the command line
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int64": 8, "bool": 1}
 ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
 DrafterName = str  # of a registered drafter (`find_drafter`)
 # Inputs of programs besides state and controls.
 INPUTS = ("active", "tokens", "start", "ahead", "following")
+INT8_BLOCK = 32  # numbers of a cache row in int8 that share a scale in fp16
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
@@ -160,9 +161,11 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     family, L = family_of(c), c.num_hidden_layers
     owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
     owners += [(module_rows(j), f"mtp.{j}") for j in range(modules_in_use(plan.drafter, K))]
-    widths = family.cache_widths(c, plan.ranks)
+    widths, dtype = family.cache_widths(c, plan.ranks), plan.style.cache_dtype or plan.dtype
+    if dtype == "int8":
+        widths = [int8_width(width, family.cache_sections(c)) for width in widths]
     specs = [
-        rows_spec(name, owner, plan.style.cache_dtype or plan.dtype, (B, 1, plan.capacity, width))
+        rows_spec(name, owner, dtype, (B, 1, plan.capacity, width))
         for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules
         if width
     ]
@@ -178,6 +181,13 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     if K:
         specs.append(step_spec("draft_probs", "float32", (B, K, c.vocab_size)))
     return (*specs, *drafter_states(plan, {spec.name for spec in specs}))
+
+
+def int8_width(width: int, sections: Iterable[int]) -> int:
+    """Return the bytes of a cache row in int8; its sections are repeated up to the width."""
+    sizes = [*sections] or [1]
+    blocks = sum(-(-size // INT8_BLOCK) for size in sizes)
+    return width + 2 * blocks * width // sum(sizes)
 
 
 def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:

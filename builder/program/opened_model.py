@@ -101,8 +101,8 @@ class OpenedModel:
         return self.format.block if self.format is not None and self.format.packs else None
 
     @property
-    def may_halve_caches(self) -> bool:
-        """Return whether caches may be bfloat16: only if the CPU's kernels read integer weights."""
+    def may_narrow_caches(self) -> bool:
+        """Return whether caches may be narrower than fp32: if our kernels read integer weights."""
         return self.style.packs_weights and self.block_size is not None
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
-CACHES = ("float32", "bfloat16")
+CACHES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class OnnxOptions:
         "A graph of standard operators in fp32 for any onnxruntime, such as --provider cuda.",
     )
     cache_dtype: str = flag(
-        "float32", "Type of caches: float32, or bfloat16 in int8 and int4 engines."
+        "float32", "Type of caches: float32, or bfloat16 or int8 in engines of int8 or int4."
     )
 
 
@@ -44,6 +45,11 @@ class OnnxRuntime(Target):
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
         if (dtype := options.cache_dtype) not in CACHES:
             raise UsageError(f"--cache-dtype {dtype} is unknown; supported: {', '.join(CACHES)}")
+        if options.portable and dtype != "float32":
+            raise UsageError(
+                f"--cache-dtype {dtype}: a graph of standard operators is in fp32: leave out "
+                "--portable"
+            )
         if options.portable and request.exact:
             raise UsageError("--exact: onnxruntime's products are not: leave out --portable")
         main = None if request.scheme is None else request.scheme.main
@@ -72,15 +78,22 @@ class OnnxRuntime(Target):
             pipeline=PORTABLE if options.portable else CPU,
             formats=() if options.portable else self.formats,
             rounds_to=None if options.portable else "int8",
-            cache_dtype="bfloat16" if options.cache_dtype == "bfloat16" else None,
+            cache_dtype=None if options.cache_dtype == "float32" else options.cache_dtype,
         )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Refuse bfloat16 caches in an engine whose products are in fp32."""
-        if plan.style.cache_dtype is not None and not model.may_halve_caches:
+        """Refuse smaller caches in an engine whose products are in fp32, or without its kernels."""
+        if (dtype := plan.style.cache_dtype) is None:
+            return
+        if not model.may_narrow_caches:
             raise UsageError(
-                f"--cache-dtype bfloat16 is for engines of int8 or int4 weights: "
+                f"--cache-dtype {dtype} is for engines of int8 or int4 weights: "
                 f"{model.source.name} would be one of {model.weights_type}"
+            )
+        family = family_of(plan.config)
+        if dtype == "int8" and not family.cache_sections(plan.config):
+            raise UsageError(
+                f"--cache-dtype int8: {family.name} has cache rows that can't be int8: use bfloat16"
             )
 
     def info(self, plan: "Plan") -> "TargetInfo":

@@ -12,7 +12,8 @@ from mtpbuild.plugins.definition import NODES, bind
 from mtpbuild.plugins.onnx import declare_operator
 
 DOMAIN = "mtpbuild"  # of the operators of the CPU's library
-SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT64: "Ints"}
+SUFFIXES = {ir.DataType.FLOAT: "", ir.DataType.BFLOAT16: "Bf16", ir.DataType.INT8: "Int8"}
+SUFFIXES |= {ir.DataType.INT64: "Ints"}
 aten = torch.ops.aten
 
 

@@ -12,8 +12,8 @@ from mtpbuild.plugins.mla_attention.op import floored_softmax, holds_rows, seen_
 
 def grouped_layout(known: Mapping[str, Any]) -> dict[str, int]:
     """Return the node's attributes for rows that hold all groups' keys, then all their values."""
-    cache, values = known["cache"], int(known["cache"].shape[3]) // 2
-    written = int(holds_rows(cache, known["fresh"]))
+    values = int(known["fresh"].shape[3]) // 2
+    written = int(holds_rows(known["cache"], known["fresh"]))
     return {"values": values, "latent": values // known["groups"], "written": written}
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
 from mtpbuild.plugins.grouped_attention.op import grouped_attention, grouped_layout
+from mtpbuild.plugins.int8_rows import read_both, round_as
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.rope.op import rope
 
@@ -78,8 +79,8 @@ def grouped_rows_write(
     """
     sizes = heads, groups, width, eps, plus_one
     q, fresh = grouped_rows(a, q_norm, k_norm, cos, sin, *sizes)
-    rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones
-    return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
+    rounded, fresh = round_as(cache, fresh, 2 * groups * [width])
+    return q, fresh, kv_write(cache, rounded, start)
 
 
 @define(lambda q: torch.empty_like(q), Node("Attention", attributes=grouped_layout))
@@ -95,5 +96,6 @@ def grouped_attention_flat(
 ) -> Tensor:
     """Do `grouped_attention` with a token's heads adjacent: q and the result are [B, T, H D]."""
     apart = q.unflatten(-1, (heads, -1)).transpose(1, 2)
-    y = grouped_attention(apart, cache.type_as(q), fresh, base, first, scale, groups)
+    cache, fresh = read_both(cache, fresh, 2 * groups * [apart.shape[-1]])
+    y = grouped_attention(apart, cache, fresh, base, first, scale, groups)
     return y.transpose(1, 2).flatten(2)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.int8_rows import read_both
 from mtpbuild.plugins.mla_attention.op import latent_layout, mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
 from mtpbuild.plugins.product_packed.op import unpacked
@@ -37,5 +38,6 @@ def mla_packed(
     are those of the three ops. With integers the kernels round the inputs of products to int8.
     """
     q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
-    o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank, chosen)
+    cache, fresh = read_both(cache, fresh, [kv_lora_rank, q.shape[-1] - kv_lora_rank])
+    o = mla_attention(q, cache, fresh, base, first, scale, kv_lora_rank, chosen)
     return mla_values(o, unpacked(w_uv, w_uv_scales, v_head_dim).mT)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.int8_rows import round_as
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.rope.op import rope
 
@@ -62,5 +63,5 @@ def mla_rows_write(
     If the cache has another type, the rows are rounded to that type.
     """
     q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
-    rounded = fresh.to(cache.dtype)  # so that this pass reads the same values as later ones
-    return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
+    rounded, fresh = round_as(cache, fresh, [kv_norm.shape[0], 2 * cos.shape[-1]])
+    return q, fresh, kv_write(cache, rounded, start)

@@ -32,6 +32,7 @@ HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # how ranks sum tensors without NCCL
 FloatType = Literal["float32", "bfloat16"]
+CacheType = Literal[FloatType, "int8"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, if they are quantised
 WeightsType = Literal[FloatType, QuantisedType]
@@ -46,7 +47,7 @@ class TensorSpec(_Record):
     """An input or output of a program."""
 
     name: str
-    dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
+    dtype: Literal["int64", "int32", "bool", "float32", "bfloat16", "int8"]
     shape: tuple[Dimension, ...]
 
 

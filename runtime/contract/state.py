@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mtpbuild.runtime.contract.controls import HISTORY
 
-StateType = Literal["int64", "bool", "float32", "bfloat16"]
+StateType = Literal["int64", "bool", "float32", "bfloat16", "int8"]
 # rows: one row per token, [batch, 1, rows, width], written in place. A rewind only reduces the
 #    length: the rows after it are finite garbage and are overwritten later.
 # recurrent: a summary of all tokens so far. A prompt's chunk advances it by all of its tokens, a

@@ -79,8 +79,8 @@ def _architectures(manifest: Any) -> str:
 
 
 def _onnx_flags(manifest: Any) -> Mapping[str, Any]:
-    bfloat16_rows = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
-    flags: dict[str, Any] = {"cache_dtype": "bfloat16"} if bfloat16_rows else {}
+    caches = {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}
+    flags: dict[str, Any] = dict.fromkeys(["cache_dtype"], *caches) if caches else {}
     return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
 
 

@@ -29,7 +29,7 @@ from mtpbuild.runtime.safetensors_header import (
 
 TOKENS = "tokens"  # name of the tensor with the token ids
 STATES = "{}@{}"  # name of a tensor: a recurrent state, and how many of the file's rows precede it
-NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
+NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "int64": "I64", "bool": "BOOL"}
 PRIVATE = 0o600  # mode of a file for its owner alone, as rows reveal the text of their prompt
 Arrays = Mapping[str, NDArray[Any]]
 log = logging.getLogger("mtpbuild")

@@ -21,13 +21,19 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
+NO_VALUE = -128  # plugins/int8_rows.py
 JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
 Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
 
 def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which numbers are neither NaN nor infinite; uint16 is taken as bfloat16's bits."""
+    """Return which numbers are neither NaN nor infinite; uint16 is taken as bfloat16's bits.
+
+    A row in int8 that was made from other numbers has no value at all.
+    """
+    if numbers.dtype == np.int8:
+        return np.broadcast_to(numbers[..., :1] != NO_VALUE, numbers.shape)
     if numbers.dtype == np.uint16:
         return (numbers & 0x7F80) != 0x7F80
     return np.isfinite(numbers)

@@ -43,9 +43,11 @@ REFUSED = [
     ("--head-weights int8", "--head-weights int8 goes with --weights: say int8, int4, fp8 or nvfp"),
     ("--dtype float16 --target inductor", "--dtype float16 is unknown; supported: float32, bfl"),
     ("--dtype bfloat16", "--dtype bfloat16 is for target inductor, tensorrt, not onnxruntime"),
-    ("--cache-dtype fp8", "--cache-dtype fp8 is unknown; supported: float32, bfloat16"),
+    ("--cache-dtype fp8", "--cache-dtype fp8 is unknown; supported: float32, bfloat16, int8"),
     ("--cache-dtype bfloat16", "--cache-dtype bfloat16 is for engines of int8 or int4 weights: "),
-    ("--cache-dtype bfloat16 --weights int8 --portable", "--weights int8: a graph of standard op"),
+    ("--cache-dtype int8", "--cache-dtype int8 is for engines of int8 or int4 weights: "),
+    ("--cache-dtype int8 --portable", "--cache-dtype int8: a graph of standard operators is"),
+    ("--weights int8 --portable", "--weights int8: a graph of standard op"),
     ("--exact --portable", "--exact: onnxruntime's products are not"),
     ("--exact --target inductor", "--exact: engines of target inductor are not; those of onnx"),
     # Machines

@@ -16,7 +16,12 @@ from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
-from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
+from mtpbuild.runtime.errors import (
+    BuildError,
+    EngineError,
+    MissingDependencyError,
+    UsageError,
+)
 from mtpbuild.runtime.programs import onnxruntime
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save
@@ -31,6 +36,8 @@ KINDS = [  # model, weights, caches
         for kind in [
             ("many", "float32", "float32"),
             ("glm-4.6", "int8", "bfloat16"),
+            ("few", "int8", "int8"),
+            *((name, "int4", "int8") for name in ("many", "glm-4.6", "mimo", "qwen3.5")),
             ("many", "int4", "bfloat16"),
             ("few", "int4", "float32"),
             ("few", "float32", "float32"),
@@ -160,9 +167,18 @@ def test_an_operator_that_nobody_has_probed(
     assert not built.manifest.build.exact
 
 
+def test_rows_that_an_indexer_reads(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "glm-5")
+    options, scheme = {"cache_dtype": "int8"}, build_scheme("int8")
+    wanted = BuildRequest(str(folder), scheme=scheme, out=tmp_path / "engine", options=options)
+    with pytest.raises(UsageError, match=r"--cache-dtype int8: .* can't be int8: use bfloat16$"):
+        build(wanted)
+    assert not wanted.out.exists()  # type: ignore[union-attr]
+
+
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.6, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.7, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

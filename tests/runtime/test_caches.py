@@ -2,12 +2,12 @@
 
 import mmap
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.contract.manifest import CacheType
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, HostMemory, PackedCaches, rounded
@@ -63,12 +63,12 @@ def test_slots_keep_their_rows_when_all_get_more() -> None:
     assert np.array_equal(grown[:, :, :ROW_STEP], held)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_nan_is_left_behind_a_slot(dtype: Literal["float32", "bfloat16"]) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_no_nan_is_left_behind_a_slot(dtype: CacheType) -> None:
     """Wherever its rows have lain; what other slots' rows hold stays."""
     caches = PackedCaches([rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))])
     (flat,) = caches._flat.values()
-    damaged = np.nan if dtype == "float32" else 0x7FC0
+    damaged = {"float32": np.nan, "bfloat16": 0x7FC0, "int8": -128}[dtype]
     for slot in range(SLOTS):
         fill(caches, slot, 300, damaged if slot == 1 else slot + 1)  # parked
     held(caches, 2)[7] = damaged  # nobody has found it yet
@@ -154,9 +154,9 @@ def test_moves_between_packed_and_parked_slots() -> None:
                 assert (rows == np.array(wanted)[:, None]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("where", ["packed", "host", "GPU"])
-def test_rows_are_written_and_read(where: str, dtype: Literal["float32", "bfloat16"]) -> None:
+def test_rows_are_written_and_read(where: str, dtype: CacheType) -> None:
     """In pieces, of which first rows are taken; other slots keep theirs."""
     specs = [rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))]
     memory: Memory = FakeGpu() if where == "GPU" else HostMemory()

@@ -70,7 +70,7 @@ Status* bad(const std::string& why) { return new Status{why}; }
 
 int64_t size_of(int type) {
   if (type == FLOAT16 || type == BFLOAT16) return 2;
-  return type == UINT8 || type == BOOL ? 1 : type == INT64 ? 8 : 4;
+  return type == UINT8 || type == INT8 || type == BOOL ? 1 : type == INT64 ? 8 : 4;
 }
 
 // The bytes of a tensor; -1 if no tensor has these sizes.

@@ -28,6 +28,7 @@ Operands = Mapping[str, NDArray[Any] | None]  # None: it is left out
 Results = list[NDArray[Any]]
 TYPES: dict[type, int] = {
     np.float32: onnx.TensorProto.FLOAT,
+    np.int8: onnx.TensorProto.INT8,
     np.int32: onnx.TensorProto.INT32,
     np.int64: onnx.TensorProto.INT64,
 }

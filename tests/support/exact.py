@@ -1,5 +1,8 @@
 """The arithmetic of the CPU's kernels in NumPy, to the bit: what plugins/cpu/source promises."""
 
+from collections.abc import Iterable
+from functools import reduce
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -75,26 +78,88 @@ def norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
     lanes = np.zeros((len(x), 16), F)
     for i in range(0, padded.shape[1], 16):
         lanes = fma(padded[:, i : i + 16], padded[:, i : i + 16], lanes)
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    mean = lanes / F(x.shape[1])
+    mean = _tree(lanes)[:, None] / F(x.shape[1])
     return x * (F(1) / np.sqrt(mean + F(epsilon))) * weight
+
+
+Partial = tuple[Floats, Floats, Floats]
 
 
 def attention(q: Floats, rows: Floats, scale: float, latent: int) -> Floats:
     """Attend with a token's queries [H, C] to all rows [n, C] -> [H, latent]."""
     q = q * F(scale)
-    done = None
-    for split in range(0, len(rows), SPLIT):
-        part = _split(q, rows[split : split + SPLIT], latent)
-        done = part if done is None else _fold(done, part)
-    assert done is not None
-    _, total, mixed = done
+    return _folded(_split(q, part, latent) for part in _splits(rows))
+
+
+def _splits(rows: Any) -> list[Any]:
+    return [rows[at : at + SPLIT] for at in range(0, len(rows), SPLIT)]
+
+
+def _folded(parts: Iterable[Partial]) -> Floats:
+    _, total, mixed = reduce(_fold, parts)
     return mixed * (F(1) / total)[:, None]
 
 
-Partial = tuple[Floats, Floats, Floats]
+Blocks = list[tuple[int, int, int]]  # of an int8 row: first value, number of values, their scale
+
+
+def integer_attention(
+    q: Floats, rows: NDArray[np.int8], scale: float, keys: Blocks, values: Blocks
+) -> Floats:
+    """Attend with a token's queries [H, C] to all int8 rows [n, bytes]."""
+    wide = np.zeros((len(q), len(keys), 32), F)
+    at = 0
+    for b, (_, count, _) in enumerate(keys):
+        wide[:, b, :count] = q[:, at : at + count] * F(scale)
+        at += count
+    rounded = quantise(wide.reshape(len(q), -1))
+    return _folded(_integer_split(*rounded, part, keys, values) for part in _splits(rows))
+
+
+def _block(rows: NDArray[np.int8], block: tuple[int, int, int]) -> tuple[Any, Floats]:
+    """Return a block's values and scales of rows that are padded with zeros."""
+    first, count, scale = block
+    factors = np.ascontiguousarray(rows[:, scale : scale + 2]).view(np.float16)[:, 0].astype(F)
+    return rows[:, first : first + count].astype(np.int32), factors
+
+
+def _integer_split(
+    q: NDArray[np.int32], q_scales: Floats, rows: NDArray[np.int8], keys: Blocks, values: Blocks
+) -> Partial:
+    scores, padding = np.zeros((len(q), len(rows)), F), -len(rows) % 32
+    for b, block in enumerate(keys):
+        ints, factors = _block(rows, block)
+        sums = (q[:, b, : ints.shape[1]] @ ints.T).astype(F)
+        scores = fma(sums, factors[None] * q_scales[:, b, None], scores)
+    top = scores.max(1)
+    weights = np.pad(exp(np.maximum(scores - top[:, None], FLOOR)), ((0, 0), (0, padding)))
+    blocks = weights.reshape(len(q), -1, 32)
+    lanes = np.zeros((len(q), 16), F)
+    for i in range(0, weights.shape[1], 16):
+        lanes = lanes + weights[:, i : i + 16]
+    most = blocks.max(2)
+    scaled = blocks * (F(127) / most)[..., None]
+    mixed = []
+    for block in values:
+        ints, factors = (
+            np.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))) for x in _block(rows, block)
+        )
+        tops = factors.reshape(-1, 32).max(1)
+        inverse = np.divide(F(1), tops, out=np.zeros_like(tops), where=tops > 0)
+        shares = np.rint(scaled * (factors.reshape(-1, 32) * inverse[:, None])).astype(np.int32)
+        total = np.zeros((len(q), ints.shape[1]), F)
+        for b in range(len(tops)):
+            sums = (shares[:, b] @ ints[32 * b : 32 * b + 32]).astype(F)
+            total = fma(sums, (most[:, b] / F(127) * tops[b])[:, None], total)
+        mixed.append(total)
+    return top, _tree(lanes), np.concatenate(mixed, axis=1)
+
+
+def _tree(lanes: Floats) -> Floats:
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
 
 
 def _split(q: Floats, rows: Floats, latent: int) -> Partial:

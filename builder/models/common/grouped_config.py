@@ -57,6 +57,11 @@ def cache_widths(c: GroupedConfig, ranks: Ranks) -> list[int]:
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
+def cache_sections(c: GroupedConfig) -> tuple[int, ...]:
+    """Return the size of a cache row's parts, the keys and the values of a head."""
+    return (c.head_dim,)
+
+
 def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
     """Return the sizes that the ranks must divide, so that each has whole heads."""
     heads = c.num_attention_heads * c.head_dim

@@ -15,6 +15,7 @@ FAMILY = Family(
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=copies_in_layers,
     cache_widths=config.cache_widths,
+    cache_sections=config.cache_sections,
     split_sizes=config.split_sizes,
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseek"),

@@ -64,6 +64,11 @@ def cache_widths(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
     return [c.cache_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
+def cache_sections(c: DeepseekV3Config) -> tuple[int, ...]:
+    """Return the sizes of a cache row's parts: the latent, and the rotary key."""
+    return c.kv_lora_rank, c.qk_rope_head_dim
+
+
 def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
     """Return the sizes that the ranks must divide; an error names the first that fails."""
     heads, parts = c.num_attention_heads, ranks.parts

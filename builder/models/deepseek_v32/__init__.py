@@ -17,6 +17,7 @@ FAMILY = replace(
     make_model=import_lazily(f"{__name__}.model", "DeepseekV32"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     cache_widths=config.cache_widths,
+    cache_sections=lambda c: (),  # an indexer reads its keys in floats
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,

@@ -9,9 +9,10 @@ namespace {
 //
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
 // begin at base. written: the fresh rows are in the cache from base on. The cache may be bfloat16;
-// fresh rows are then rounded to it already. A row has a key of C numbers for each of `groups`
-// heads, and from number `values` on `latent` values for each, which may overlap the keys. H /
-// groups adjacent query heads share a key.
+// fresh rows are then rounded to it already. Or it is int8 (`Sections`); fresh rows are then
+// rounded here. A row has a key of C numbers for each of `groups` heads, and from number `values`
+// on `latent` values for each, which may overlap the keys. H / groups adjacent query heads share a
+// key.
 //
 // chosen [B, T, k], only for one group: a query sees only the rows at these positions, in their
 // order. Positions that do not exist, such as -1, are skipped, but NO_NUMBER makes the result NaN.
@@ -72,10 +73,10 @@ struct Attention : FloatOperator {
       return row(slot * tokens + query / per_group, group * per_group + query % per_group);
     }
   };
-  // Up to 16 queries of a slot and a group.
+  // Some queries of a slot and a group: 16, or QUERIES over int8 rows.
   struct Lanes {
     int64_t slot, group, first, base, end;
-    int32_t seen[LANES];
+    int32_t seen[mtp::QUERIES];
   };
 
   void attend(Call& call, const Job& job, const Tensor& base, const Tensor& first,
@@ -83,32 +84,40 @@ struct Attention : FloatOperator {
     REQUIRE(base.is({job.slots}) && first.is({job.slots}), name, "no place for each slot");
     if (chosen.memory) return attend_to(call, job, base, chosen, y);
     std::vector<Lanes> lanes;
-    int64_t most = 0, sixteens = up(job.queries(), LANES);
-    for (int64_t i = 0; i < product(job.slots, groups, sixteens); i++) {
-      lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
+    int64_t most = 0, each = job.rows.integers ? mtp::QUERIES : LANES;
+    for (int64_t i = 0; i < product(job.slots, groups, up(job.queries(), each)); i++) {
+      lanes.push_back(look(job, i, each, base.data<int64_t>(), first.data<int64_t>()));
       most = std::max(most, lanes.back().end);
     }
+    std::unique_ptr<Rounded> rounded(job.rows.integers ? new Rounded(*this, call, job) : nullptr);
     in_splits(
-        call, static_cast<int64_t>(lanes.size()), 1, up(most, mtp::SPLIT),
+        call, static_cast<int64_t>(lanes.size()), each / LANES, up(most, mtp::SPLIT),
         product(job.slots, job.heads, job.tokens, most, job.width + latent),
         [&](int64_t i) { return up(lanes[i].end, mtp::SPLIT); },
-        [&](int64_t i, int64_t split, float* part) { attend(job, lanes[i], split, part); },
+        [&](int64_t i, int64_t split, float* part) {
+          if (rounded)
+            rounded->attend(lanes[i], split, part);
+          else
+            attend(job, lanes[i], split, part);
+        },
         [&](int64_t i, const float* part) {
-          for (int64_t n = 0; n < LANES && lanes[i].first + n < job.queries(); n++)
-            finish(part, n,
+          for (int64_t n = 0; n < each && lanes[i].first + n < job.queries(); n++)
+            finish(part + n / LANES * (2 + latent) * LANES, n % LANES,
                    y + job.place(lanes[i].slot, lanes[i].group, lanes[i].first + n) * latent);
         });
   }
 
-  // Returns which positions 16 queries see; clamped, as an idle slot may have any base and first.
-  Lanes look(const Job& job, int64_t number, const int64_t* base, const int64_t* first) const {
-    int64_t sixteens = up(job.queries(), LANES), group = number / sixteens, old = job.rows.old;
-    Lanes lanes{group / groups, group % groups, number % sixteens * LANES, 0, 0, {}};
+  // Returns which positions `each` queries see; clamped, as an idle slot may have any base and
+  // first.
+  Lanes look(const Job& job, int64_t number, int64_t each, const int64_t* base,
+             const int64_t* first) const {
+    int64_t pieces = up(job.queries(), each), group = number / pieces, old = job.rows.old;
+    Lanes lanes{group / groups, group % groups, number % pieces * each, 0, 0, {}};
     int64_t from = job.rows.clamped(base[lanes.slot]);
     lanes.base = written ? old : from;
     int64_t limit = written ? old : min<int64_t>(from + job.rows.count, INT32_MAX);
     int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
-    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
+    for (int64_t i = 0; i < each && lanes.first + i < job.queries(); i++) {
       int64_t seen = min(limit, from + offset + (lanes.first + i) / job.per_group + 1);
       lanes.seen[i] = static_cast<int32_t>(seen);
       lanes.end = std::max(lanes.end, seen);
@@ -156,6 +165,7 @@ struct Attention : FloatOperator {
     REQUIRE(groups == 1 && !job.by_token && chosen.rank() == 3 && chosen.shape[0] == job.slots &&
                 chosen.shape[1] == job.tokens && chosen.shape[2] > 0,
             name, "chosen rows " + chosen.text() + " of " + std::to_string(job.tokens) + " tokens");
+    REQUIRE(!job.rows.integers, name, "chosen rows in int8");
     REQUIRE(values == 0 && latent <= job.width, name,
             std::to_string(latent) + " values of chosen rows, which are " +
                 std::to_string(job.width) + " wide");
@@ -229,6 +239,78 @@ struct Attention : FloatOperator {
     a.values = values + lanes.group * latent, a.latent = latent;
     k.attend(a, begin, end, copy.get(), partial(part));
   }
+
+  // The queries and fresh rows of an attention over an int8 cache, rounded to int8. Keys that begin
+  // with their values have these in a section of their own.
+  struct Rounded {
+    const Attention& own;
+    const Job& job;
+    bool one;                               // the values are the beginning of the key
+    Sections sections;                      // of a row
+    int64_t key, value;                     // blocks of one
+    std::unique_ptr<InputBlock[]> queries;  // [rows of q][key]
+    std::unique_ptr<int8_t[]> fresh;        // [slots][fresh rows][bytes]
+
+    Rounded(const Attention& own, Call& call, const Job& job)
+        : own(own),
+          job(job),
+          one(own.values == 0),
+          sections(one ? Sections({own.latent, job.width - own.latent}, 1)
+                       : Sections({job.width}, 2 * own.groups)) {
+      REQUIRE(one ? own.groups == 1 && own.latent <= job.width
+                  : own.values == own.groups * job.width && own.latent == job.width,
+              name, "keys and values of other sizes in int8 rows");
+      REQUIRE(job.rows.cache.shape[3] == sections.bytes && job.rows.stride == sections.numbers(),
+              name, "int8 rows " + job.rows.cache.text() + " for " + job.rows.fresh.text());
+      value = up(own.latent, BLOCK);
+      key = one ? static_cast<int64_t>(sections.blocks.size()) : value;
+      int64_t rows = job.slots * job.heads * job.tokens, news = job.slots * job.rows.count;
+      queries = scratch<InputBlock>(rows, key);
+      tasks(call, rows, product(4, rows, job.width), [&](int64_t i) { round_query(i); });
+      if (own.written) return;
+      fresh = scratch<int8_t>(news, sections.bytes);
+      for (int64_t i = 0; i < news; i++)
+        sections.round(job.rows.fresh.data<float>() + i * job.rows.stride,
+                       &fresh[i * sections.bytes]);
+    }
+
+    void round_query(int64_t row) {
+      auto scaled = scratch<float>(key, BLOCK);
+      std::fill_n(&scaled[0], key * BLOCK, 0.0f);
+      for (int64_t b = 0; b < key; b++)
+        for (int64_t i = 0; i < sections.blocks[b].count; i++)
+          scaled[b * BLOCK + i] =
+              job.q[row * job.width + sections.blocks[b].values + i] * own.scale;
+      own.k.quantise(&scaled[0], key, &queries[row * key]);
+    }
+
+    void attend(const Lanes& lanes, int64_t split, float* part) const {
+      const InputBlock* in[mtp::QUERIES];
+      int32_t seen[mtp::QUERIES];
+      const int8_t* rows[mtp::SPLIT] = {};
+      int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
+      int64_t count = min(mtp::QUERIES, job.queries() - lanes.first), bytes = sections.bytes;
+      for (int64_t i = 0; i < count; i++) {
+        in[i] = &queries[job.place(lanes.slot, lanes.group, lanes.first + i) * key];
+        seen[i] =
+            static_cast<int32_t>(std::max<int64_t>(0, min<int64_t>(lanes.seen[i], end) - begin));
+      }
+      for (int64_t r = 0; r < mtp::SPLIT && begin < end; r++) {
+        int64_t at = min(begin + r, end - 1);
+        const int8_t* old =
+            job.rows.cache.data<int8_t>() + (lanes.slot * job.rows.old + at) * bytes;
+        rows[r] =
+            at < lanes.base ? old : &fresh[(lanes.slot * job.rows.count + at - lanes.base) * bytes];
+      }
+      const mtp::RowBlock* keys = &sections.blocks[lanes.group * key];
+      const mtp::RowBlock* values = &sections.blocks[one ? 0 : (own.groups + lanes.group) * value];
+      auto scores = scratch<float>(count, mtp::SPLIT);
+      auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 2));
+      own.k.attend_integers(
+          {count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()}, own.latent,
+          part);
+    }
+  };
 
   // Writes a row of q, scaled, or zeros into a lane.
   void put_query(const Job& job, int64_t row, int64_t lane, float* queries) const {

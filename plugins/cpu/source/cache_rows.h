@@ -1,5 +1,8 @@
 // Rotation and writing of cache rows, for latent and grouped attention.
 #pragma once
+#include <cmath>
+#include <initializer_list>
+
 #include "op.h"
 
 namespace {
@@ -31,22 +34,70 @@ struct Angles {
   }
 };
 
-// The rows that attention reads: a cache [B, 1, S, R] in fp32 or bfloat16, and fresh rows
-// [B, 1, F, R], whose positions follow those of a slot's rows in the cache.
+// The sections of an int8 row: all values, then a scale in fp16 for each block of at most 32
+// numbers. No block has numbers of two sections.
+struct Sections {
+  static constexpr int8_t NO_VALUE = -128;
+  std::vector<mtp::RowBlock> blocks;
+  int64_t bytes = 0;
+
+  Sections(std::initializer_list<int64_t> sizes, int64_t times) {
+    int64_t at = 0;
+    for (int64_t i = 0; i < times; i++)
+      for (int64_t size : sizes)
+        for (int64_t end = at + size; at < end; at += blocks.back().count)
+          blocks.push_back({at, min(BLOCK, end - at), 0});
+    bytes = at + 2 * static_cast<int64_t>(blocks.size());
+    for (auto& block : blocks) block.scale = at, at += 2;
+  }
+  int64_t numbers() const { return bytes - 2 * static_cast<int64_t>(blocks.size()); }
+  // Rounds a row: a block's largest number becomes 127. If a number is not finite, or a scale does
+  // not fit fp16, all scales are NaN and all values NO_VALUE.
+  void round(const float* x, int8_t* y) const {
+    bool finite = true;
+    for (const mtp::RowBlock& block : blocks) {
+      const float* own = x + block.values;
+      float top = 0.0f;
+      for (int64_t i = 0; i < block.count; i++) {
+        top = std::max(top, std::fabs(own[i]));
+        finite &= std::fabs(own[i]) < INFINITY;
+      }
+      uint16_t bits = mtp::to_half(top / 127.0f);
+      float scale = mtp::half(bits), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+      finite &= scale == scale;
+      std::memcpy(y + block.scale, &bits, 2);
+      for (int64_t i = 0; i < block.count && finite; i++)
+        y[block.values + i] =
+            static_cast<int8_t>(std::lrint(std::max(-127.0f, min(127.0f, own[i] * inverse))));
+    }
+    if (finite) return;
+    std::memset(y, NO_VALUE, numbers());
+    const uint16_t nan = mtp::to_half(NAN);
+    for (const mtp::RowBlock& block : blocks) std::memcpy(y + block.scale, &nan, 2);
+  }
+};
+
+// The rows that attention reads: a cache [B, 1, S, R] in fp32 or bfloat16, or in int8 with another
+// width, and fresh rows [B, 1, F, R], whose positions follow those of a slot's rows in the cache.
 struct Rows {
   Tensor cache, fresh;
   int64_t stride, old, count;  // numbers in a row; a slot's rows in the cache; its fresh rows
-  bool halves;                 // the cache is bfloat16
+  bool halves, integers;       // the cache is bfloat16, or int8
 
   Rows(const char* op, const Tensor& cache, const Tensor& fresh, int64_t slots)
-      : cache(cache), fresh(fresh), halves(cache.type == ort::BFLOAT16) {
+      : cache(cache),
+        fresh(fresh),
+        halves(cache.type == ort::BFLOAT16),
+        integers(cache.type == ort::INT8) {
     REQUIRE(cache.rank() == 4 && fresh.rank() == 4, op, "rows have 4 axes, not " + cache.text());
-    stride = cache.shape[3], old = cache.shape[2], count = fresh.shape[2];
-    REQUIRE(cache.is({slots, 1, old, stride}) && fresh.is({slots, 1, count, stride}), op,
+    stride = fresh.shape[3], old = cache.shape[2], count = fresh.shape[2];
+    REQUIRE(cache.is({slots, 1, old, integers ? cache.shape[3] : stride}) &&
+                fresh.is({slots, 1, count, stride}),
+            op,
             "rows " + cache.text() + " and " + fresh.text() + " of " + std::to_string(slots) +
                 " slots");
     REQUIRE(old <= INT32_MAX && count <= INT32_MAX, op, "too many rows");
-    REQUIRE(halves || cache.type == FLOAT, op, "a cache of another type");
+    REQUIRE(halves || integers || cache.type == FLOAT, op, "a cache of another type");
   }
   // Clamps a slot's number of rows in the cache, since an idle slot may have any.
   int64_t clamped(int64_t base) const { return std::max<int64_t>(0, min(base, old)); }
@@ -70,12 +121,14 @@ struct Fresh {
 
 // Writes result 2: a cache [slots, 1, S, width] with the fresh rows from start [slots] on. It is
 // updated in place if input and output are bound to the same memory. With a bfloat16 cache the
-// fresh rows are rounded, too, so that a step reads the same values as later steps.
+// fresh rows are rounded, too, so that a step reads the same values as later steps; attention over
+// an int8 cache rounds fresh rows itself, by the same sections.
 template <class C>
 void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
-                const Fresh& size) {
+                const Fresh& size, const Sections& sections) {
+  int64_t width = std::is_same_v<C, int8_t> ? sections.bytes : size.width;
   REQUIRE(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
-              cache.shape[3] == size.width && start.is({size.slots}),
+              cache.shape[3] == width && start.is({size.slots}),
           op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
   C* updated = call.output<C>(cache.shape, 2);
   if (updated != cache.memory) std::memcpy(updated, cache.memory, cache.count(0, 4) * sizeof(C));
@@ -85,20 +138,24 @@ void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& s
             std::to_string(size.tokens) + " rows from " + std::to_string(at) +
                 " on in a cache of " + std::to_string(rows));
     float* own = fresh + slot * size.tokens * size.width;
-    C* to = updated + (slot * rows + at) * size.width;
-    for (int64_t i = 0; i < size.tokens * size.width; i++) {
-      if constexpr (std::is_same_v<C, float>)
-        to[i] = own[i];
-      else
-        own[i] = mtp::wide(to[i] = mtp::narrow(own[i]));
-    }
+    C* to = updated + (slot * rows + at) * width;
+    if constexpr (std::is_same_v<C, int8_t>)
+      for (int64_t t = 0; t < size.tokens; t++)
+        sections.round(own + t * size.width, to + t * width);
+    else
+      for (int64_t i = 0; i < size.tokens * size.width; i++) {
+        if constexpr (std::is_same_v<C, float>)
+          to[i] = own[i];
+        else
+          own[i] = mtp::wide(to[i] = mtp::narrow(own[i]));
+      }
   }
 }
 
 // Returns the name of an operator whose caches have this type.
 template <class C>
-constexpr const char* name_of(const char* floats, const char* halves) {
-  return std::is_same_v<C, float> ? floats : halves;
+constexpr const char* name_of(const char* floats, const char* halves, const char* integers) {
+  return std::is_same_v<C, float> ? floats : std::is_same_v<C, int8_t> ? integers : halves;
 }
 
 }  // namespace

@@ -60,6 +60,7 @@ struct Attributes {
 template <class T>
 constexpr Type TYPE = std::is_same_v<T, float>       ? FLOAT
                       : std::is_same_v<T, mtp::Bf16> ? BFLOAT16
+                      : std::is_same_v<T, int8_t>    ? INT8
                       : std::is_same_v<T, int32_t>   ? INT32
                       : std::is_same_v<T, int64_t>   ? INT64
                                                      : ANY;

@@ -11,7 +11,8 @@ namespace {
 // with the rows written from start [B] on.
 template <class C>
 struct GroupedRows : FloatOperator {
-  static constexpr const char* name = name_of<C>("GroupedRows", "GroupedRowsBf16");
+  static constexpr const char* name =
+      name_of<C>("GroupedRows", "GroupedRowsBf16", "GroupedRowsInt8");
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   maybe(FLOAT), FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
@@ -44,7 +45,8 @@ struct GroupedRows : FloatOperator {
     });
     Tensor cache = call.input(5, true);
     if (cache.memory)
-      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys});
+      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys},
+                    {{width}, 2 * groups});
   }
 
  private:
@@ -66,6 +68,6 @@ struct GroupedRows : FloatOperator {
   }
 };
 
-const Registered<GroupedRows<float>, GroupedRows<mtp::Bf16>> registered;
+const Registered<GroupedRows<float>, GroupedRows<mtp::Bf16>, GroupedRows<int8_t>> registered;
 
 }  // namespace

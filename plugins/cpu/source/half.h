@@ -39,4 +39,14 @@ static inline float half(uint16_t bits) {
   return sign ? -value : value;
 }
 
+// Rounds a number that is not negative to fp16, to nearest, ties to even. One that does not fit, or
+// a NaN, becomes NaN.
+static inline uint16_t to_half(float x) {
+  if (!(x < 65520.0f)) return 0x7E00;
+  if (x < 6.103515625e-5f) return static_cast<uint16_t>(std::lrint(std::ldexp(x, 24)));
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13);
+}
+
 }  // namespace mtp

@@ -69,6 +69,26 @@ struct Partial {
   float* mixed;    // [latent][LANES]
 };
 
+// Up to BLOCK adjacent numbers of an int8 row that share a scale: the offset and number of their
+// bytes, and the offset of their fp16 scale.
+struct RowBlock {
+  int64_t values, count, scale;
+};
+
+// Attention of up to QUERIES queries to the first rows of a split, which are int8.
+constexpr int64_t QUERIES = 64;
+struct IntegerAttention {
+  int64_t count;                     // of queries
+  const InputBlock* const* queries;  // blocks as those of a key, scaled
+  const int32_t* seen;               // [count]: a query sees the rows below it
+  const int8_t* const* rows;         // [SPLIT]; those that no query sees are any rows
+  const RowBlock* keys;
+  const RowBlock* values;
+  int64_t key_blocks, value_blocks;
+  float* scores;   // scratch [count][SPLIT]
+  uint8_t* panel;  // scratch: PANEL * BLOCK bytes for each block of a key, or for SPLIT rows
+};
+
 // The delta rule of some tokens for COLUMNS values of a head. Distances, in numbers: `stride` from
 // a token's query or key to the next token's, `heads` for decays and shares, `reads` from a row of
 // `state` to the next, `writes` for rows of `after`.
@@ -111,6 +131,8 @@ struct Kernels {
   // Attends to positions begin .. end - 1: at most SPLIT, and begin is a multiple of SPLIT. rows:
   // scratch of CHUNK * stride floats, for chunks with cached and fresh rows, or with bfloat16 rows.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
+  // Attends to int8 rows. out: a partial softmax of `latent` values for each LANES queries.
+  void (*attend_integers)(const IntegerAttention&, int64_t latent, float* out);
   // Folds a later partial softmax into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);
   // Runs the delta rule; there is at least one token.

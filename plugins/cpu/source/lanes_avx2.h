@@ -139,4 +139,48 @@ inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   return {dot4<BITS>(sum.a, w.a, x), dot4<BITS>(sum.b, w.b, x)};
 }
 
+// Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart.
+inline void store_columns(const int8_t* const* rows, uint8_t* to) {
+  __m256i r[8], pairs[8], fours[8];
+  for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[n]));
+  for (int n = 0; n < 8; n += 2) {
+    pairs[n] = _mm256_unpacklo_epi32(r[n], r[n + 1]);
+    pairs[n + 1] = _mm256_unpackhi_epi32(r[n], r[n + 1]);
+  }
+  for (int n = 0; n < 8; n += 4)
+    for (int i = 0; i < 2; i++) {
+      fours[n + 2 * i] = _mm256_unpacklo_epi64(pairs[n + i], pairs[n + 2 + i]);
+      fours[n + 2 * i + 1] = _mm256_unpackhi_epi64(pairs[n + i], pairs[n + 2 + i]);
+    }
+  const __m256i zero = _mm256_set1_epi8(-128);
+  for (int g = 0; g < 4; g++) {
+    __m256i low = _mm256_permute2x128_si256(fours[g], fours[4 + g], 0x20);
+    __m256i high = _mm256_permute2x128_si256(fours[g], fours[4 + g], 0x31);
+    auto at = reinterpret_cast<__m256i*>(to + 128 * g);
+    _mm256_storeu_si256(at, _mm256_xor_si256(low, zero));
+    _mm256_storeu_si256(at + 16, _mm256_xor_si256(high, zero));
+  }
+}
+
+inline __m256i dot4_signed(__m256i sum, __m256i w, __m256i x) {
+#ifdef __AVXVNNI__
+  return _mm256_dpbusd_avx_epi32(sum, x, w);
+#else
+  __m256i pairs = _mm256_maddubs_epi16(x, w);  // at most 127 * 128 * 2
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const __m256i x = _mm256_set1_epi32(bits);
+  return {dot4_signed(sum.a, w.a, x), dot4_signed(sum.b, w.b, x)};
+}
+inline void store_block(int8_t* p, Ints x, Ints y) {
+  __m256i words = _mm256_packs_epi32(x.a, x.b), more = _mm256_packs_epi32(y.a, y.b);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words, more), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
+}
+
 }  // namespace

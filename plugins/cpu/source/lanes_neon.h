@@ -134,4 +134,27 @@ inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   });
 }
 
+// Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart; the
+// bytes become unsigned, with zero at 128.
+inline void store_columns(const int8_t* const* rows, uint8_t* to) {
+  for (int n = 0; n < 8; n++)
+    for (int g = 0; g < 8; g++) {
+      uint32_t four;
+      std::memcpy(&four, rows[n] + 4 * g, 4);
+      four ^= 0x80808080;
+      std::memcpy(to + 128 * g + 4 * n, &four, 4);
+    }
+}
+
+inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(bits));
+  return each<Ints>([&](int i) { return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(w.v[i]), x); });
+}
+inline void store_block(int8_t* p, Ints x, Ints y) {
+  store_bytes(p, x);
+  store_bytes(p + 16, y);
+}
+
 }  // namespace

@@ -147,4 +147,31 @@ inline Ints dot4(const Ints& sum, const Bytes& w, const int8_t* four) {
   return r;
 }
 
+// Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart; the
+// bytes become unsigned, with zero at 128.
+inline void store_columns(const int8_t* const* rows, uint8_t* to) {
+  for (int n = 0; n < 8; n++)
+    for (int g = 0; g < 8; g++) {
+      uint32_t four;
+      std::memcpy(&four, rows[n] + 4 * g, 4);
+      four ^= 0x80808080;
+      std::memcpy(to + 128 * g + 4 * n, &four, 4);
+    }
+}
+
+// Adds the products of four inputs, which are not negative, and four signed weights of 16 outputs.
+inline Ints dot4_signed(const Ints& sum, const Bytes& w, const int8_t* four) {
+  Ints r;
+  for (int n = 0; n < 16; n++) {
+    int32_t s = sum.v[n];
+    for (int i = 0; i < 4; i++) s += static_cast<int8_t>(w.v[4 * n + i]) * four[i];
+    r.v[n] = s;
+  }
+  return r;
+}
+inline void store_block(int8_t* p, const Ints& a, const Ints& b) {
+  store_bytes(p, a);
+  store_bytes(p + 16, b);
+}
+
 }  // namespace

@@ -14,7 +14,7 @@ namespace {
 // updated in place if input and output are bound to the same memory.
 template <class C>
 struct LatentRows : FloatOperator {
-  static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16");
+  static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16", "LatentRowsInt8");
   static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT),   FLOAT,       FLOAT,
                                        FLOAT, maybe(TYPE<C>), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, FLOAT, maybe(TYPE<C>)};
@@ -43,7 +43,8 @@ struct LatentRows : FloatOperator {
     });
     Tensor cache = call.input(5, true);
     if (cache.memory)
-      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, width});
+      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, width},
+                    {{latent, rotary}, 1});
   }
 };
 
@@ -115,6 +116,8 @@ struct LatentAttention : FloatOperator {
   }
 };
 
-const Registered<Attention, LatentRows<float>, LatentRows<mtp::Bf16>, LatentAttention> registered;
+const Registered<Attention, LatentRows<float>, LatentRows<mtp::Bf16>, LatentRows<int8_t>,
+                 LatentAttention>
+    registered;
 
 }  // namespace

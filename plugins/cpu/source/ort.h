@@ -53,8 +53,8 @@ struct CustomOp {
 };
 
 using Type = int;
-constexpr Type ANY = 0, FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10,
-               BFLOAT16 = 16;
+constexpr Type ANY = 0, FLOAT = 1, UINT8 = 2, INT8 = 3, INT32 = 6, INT64 = 7, BOOL = 9,
+               FLOAT16 = 10, BFLOAT16 = 16;
 constexpr int VARIADIC = 2;  // the kind of an operand; 0 is required, 1 optional
 
 // Indices in OrtApi.

@@ -94,6 +94,7 @@ struct ChooseRows : FloatOperator {
           base(call.input(6)),
           first(call.input(7)),
           rows(name, call.input(4), call.input(5), weights.rank() > 0 ? weights.shape[0] : 0) {
+      REQUIRE(!rows.integers, name, "keys in int8");
       REQUIRE(q.rank() == 3 && weights.rank() == 3, name,
               "queries " + q.text() + ", weights " + weights.text());
       slots = q.shape[0], tokens = q.shape[1], heads = weights.shape[2];

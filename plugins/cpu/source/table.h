@@ -3,10 +3,11 @@
 #include "attention.h"
 #include "delta.h"
 #include "floats.h"
+#include "integer_attention.h"
 #include "kernels.h"
 #include "maths.h"
 #include "products.h"
 
-#define MTP_KERNELS(name)                                                       \
-  {name,    quantise, multiply<4>, multiply<8>, multiply_floats, gated,   norm, \
-   sigmoid, best,     attend,      fold,        delta,           convolve}
+#define MTP_KERNELS(name)                                                                 \
+  {name, quantise, multiply<4>,     multiply<8>, multiply_floats, gated,   norm, sigmoid, \
+   best, attend,   attend_integers, fold,        delta,           convolve}

@@ -1,0 +1,203 @@
+// Attention over int8 rows, as products of integers: rows become a panel of a weight's layout,
+// which the kernel of integer weights multiplies by the queries, and then by their rows' weights.
+//
+// Within a split the softmax has one maximum. Its weights times the scales of a block of values are
+// rounded to int8 for each 32 rows, relative to a bound that only rows which the query sees decide.
+// So a query's result depends on itself and the rows that it sees. A score that is infinite or NaN
+// makes the result NaN.
+#pragma once
+#include "attention.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t PARTS = mtp::SPLIT / mtp::BLOCK;  // blocks of rows in a split
+
+// A block of some rows; fewer than 32 numbers are filled up with zeros.
+struct BlockRows {
+  const int8_t* at[mtp::PANEL];
+  int8_t padded[mtp::PANEL][mtp::BLOCK];
+
+  BlockRows(const mtp::RowBlock& block, const int8_t* const* rows, int64_t count) {
+    for (int64_t n = 0; n < count; n++) {
+      at[n] = rows[n] + block.values;
+      if (block.count == mtp::BLOCK) continue;
+      std::memset(padded[n], 0, mtp::BLOCK);
+      std::memcpy(padded[n], at[n], block.count);
+      at[n] = padded[n];
+    }
+  }
+};
+
+// Lays out 32 rows' keys as the weights of 32 outputs.
+inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows, uint8_t* values,
+                      uint16_t* scales) {
+  for (int64_t b = 0; b < a.key_blocks; b++, values += mtp::PANEL * mtp::BLOCK) {
+    BlockRows block(a.keys[b], rows, mtp::PANEL);
+    for (int64_t n = 0; n < mtp::PANEL; n += 8) store_columns(block.at + n, values + 4 * n);
+    for (int64_t n = 0; n < mtp::PANEL; n++)
+      std::memcpy(scales + mtp::PANEL * b + n, rows[n] + a.keys[b].scale, 2);
+  }
+}
+
+// The scales of a block of a split's values. Those that are not finite are 0: the scores of their
+// rows are NaN.
+struct Factors {
+  alignas(64) float of[mtp::SPLIT], normed[mtp::SPLIT];  // normed: over the largest of 32 rows
+  float tops[PARTS];
+
+  // Returns the largest of those of 32 rows that a query sees.
+  float top(int64_t part, int64_t seen) const {
+    float place[16];
+    for (int i = 0; i < 16; i++) place[i] = static_cast<float>(i);
+    Floats visible = same(static_cast<float>(seen)), lanes = load(place), zero = same(0.0f);
+    Floats low = load(of + mtp::BLOCK * part), high = load(of + mtp::BLOCK * part + 16);
+    low = where_less(lanes, visible, low, zero);
+    return largest(max(low, where_less(add(lanes, same(16.0f)), visible, high, zero)));
+  }
+};
+
+// Lays out `parts` times 32 rows' values as the weights of 32 outputs, but signed.
+inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, int64_t parts,
+                        uint8_t* values, Factors& factors) {
+  uint16_t bits[mtp::SPLIT];
+  for (int64_t r = 0; r < mtp::BLOCK * parts; r += 4, values += 128) {
+    BlockRows four(block, rows + r, 4);
+    int8_t in[4][mtp::BLOCK];
+    uint8_t out[4 * mtp::BLOCK];
+    for (int64_t i = 0; i < 4; i++) {
+      std::memcpy(in[i], four.at[i], mtp::BLOCK);
+      std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
+    }
+    for (int64_t d = 0; d < mtp::BLOCK; d++) {
+      out[4 * d] = static_cast<uint8_t>(in[0][d]);
+      out[4 * d + 1] = static_cast<uint8_t>(in[1][d]);
+      out[4 * d + 2] = static_cast<uint8_t>(in[2][d]);
+      out[4 * d + 3] = static_cast<uint8_t>(in[3][d]);
+    }
+    std::memcpy(values, out, sizeof out);
+  }
+  for (int64_t r = 0; r < mtp::BLOCK * parts; r += 16) {
+    Floats found = load_halves(bits + r);
+    store(factors.of + r, where_less(found, same(65536.0f), found, same(0.0f)));
+  }
+  for (int64_t part = 0; part < parts; part++) {
+    float top = factors.tops[part] = factors.top(part, mtp::BLOCK);
+    Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
+    for (int64_t r = mtp::BLOCK * part; r < mtp::BLOCK * (part + 1); r += 16)
+      store(factors.normed + r, mul(load(factors.of + r), inverse));
+  }
+}
+
+// Turns scores of `seen` rows into weights; up to `count` there follow zeros. Each 32 weights are
+// scaled to a largest one of 127, and their scale is returned.
+inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, float* largest_score,
+                  float* sum) {
+  Floats visible = same(static_cast<float>(seen)), lowest = same(LOWEST), tops = lowest;
+  float place[16];
+  for (int i = 0; i < 16; i++) place[i] = static_cast<float>(i);
+  Floats lanes = load(place);
+  auto sees = [&](int64_t r) { return add(lanes, same(static_cast<float>(r))); };
+  for (int64_t r = 0; r < seen; r += 16)
+    tops = max(tops, where_less(sees(r), visible, load(scores + r), lowest));
+  Floats top = same(largest(tops)), sums = same(0.0f);
+  for (int64_t b = 0; b < count; b += mtp::BLOCK) {
+    Floats both[2];
+    for (int64_t i = 0; i < 2; i++) {
+      int64_t r = b + 16 * i;
+      Floats score = load(scores + r), weight = exp(max(same(FLOOR), sub(score, top)));
+      weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
+      both[i] = where_less(sees(r), visible, weight, same(0.0f));
+      sums = add(sums, both[i]);
+    }
+    float most = largest(max(both[0], both[1]));
+    Floats inverse = same(most > 0.0f ? 127.0f / most : 0.0f);
+    scales[b / mtp::BLOCK] = most / 127.0f;
+    for (int64_t i = 0; i < 2; i++) store(scores + b + 16 * i, mul(both[i], inverse));
+  }
+  *largest_score = largest(tops);
+  *sum = tree(sums);
+}
+
+// Rounds a query's weights of `seen` rows, times the scales of a block of values, to int8.
+inline void share(const float* weights, const float* scales, int64_t seen, const Factors& factors,
+                  int64_t parts, mtp::InputBlock* out) {
+  for (int64_t part = 0, r = 0; part < parts; part++, r += mtp::BLOCK) {
+    Floats low = load(factors.normed + r), high = load(factors.normed + r + 16);
+    float top = factors.tops[part];
+    if (seen < r + mtp::BLOCK) {
+      top = factors.top(part, seen - r);
+      Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
+      low = mul(load(factors.of + r), inverse), high = mul(load(factors.of + r + 16), inverse);
+    }
+    out[part].scale = scales[part] * top;
+    store_block(out[part].values, to_ints(mul(load(weights + r), low)),
+                to_ints(mul(load(weights + r + 16), high)));
+  }
+}
+
+// Multiplies shares by a panel of values.
+template <int ROWS>
+void mix_rows(const uint8_t* panel, int64_t parts, const mtp::InputBlock* const* in,
+              float* const* out) {
+  for (int v = 0; v < 2; v++) {
+    Floats totals[ROWS];
+    for (int m = 0; m < ROWS; m++) totals[m] = same(0.0f);
+    const uint8_t* lines = panel + 64 * v;
+    for (int64_t part = 0; part < parts; part++) {
+      Ints sums[ROWS] = {};
+#pragma GCC unroll 8
+      for (int g = 0; g < 8; g++, lines += 128) {
+        Bytes line = load_bytes(lines);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+          sums[m] = dot4_signed(sums[m], line, in[m][part].values + 4 * g);
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; m++)
+        totals[m] = fma(to_floats(sums[m]), same(in[m][part].scale), totals[m]);
+    }
+    for (int m = 0; m < ROWS; m++) store(out[m] + 16 * v, totals[m]);
+  }
+}
+
+void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out) {
+  constexpr int64_t Q = mtp::QUERIES, LINE = mtp::PANEL * mtp::BLOCK;
+  alignas(64) float products[Q][mtp::PANEL];
+  Factors factors;
+  float scales[Q][PARTS], *to[Q];
+  mtp::InputBlock shares[Q][PARTS];
+  const mtp::InputBlock* in[Q];
+  int64_t parts = 0;
+  for (int64_t i = 0; i < a.count; i++)
+    parts = a.seen[i] > mtp::BLOCK * parts ? (a.seen[i] + mtp::BLOCK - 1) / mtp::BLOCK : parts;
+  auto own_scales = reinterpret_cast<uint16_t*>(a.panel + LINE * a.key_blocks);
+  for (int64_t p = 0; p < parts; p++) {
+    pack_keys(a, a.rows + mtp::PANEL * p, a.panel, own_scales);
+    for (int64_t i = 0; i < a.count; i++) to[i] = a.scores + mtp::SPLIT * i + mtp::PANEL * p;
+    multiply<8>({a.panel, own_scales, a.key_blocks, mtp::PANEL}, a.count, a.queries, to);
+  }
+  auto partial = [&](int64_t i) {
+    return out + i / mtp::LANES * (2 + latent) * mtp::LANES + i % mtp::LANES;
+  };
+  for (int64_t i = 0; i < a.count; i++) {
+    float* own = partial(i);
+    weigh(a.scores + mtp::SPLIT * i, a.seen[i], mtp::BLOCK * parts, scales[i], own,
+          own + mtp::LANES);
+    in[i] = shares[i], to[i] = products[i];
+  }
+  for (int64_t b = 0, at = 0; b < a.value_blocks; at += a.values[b++].count) {
+    pack_values(a.values[b], a.rows, parts, a.panel, factors);
+    for (int64_t i = 0; i < a.count; i++)
+      share(a.scores + mtp::SPLIT * i, scales[i], a.seen[i], factors, parts, shares[i]);
+    int64_t m = 0;
+    for (; m + TILE_KEYS <= a.count; m += TILE_KEYS)
+      mix_rows<TILE_KEYS>(a.panel, parts, in + m, to + m);
+    for (; m < a.count; m++) mix_rows<1>(a.panel, parts, in + m, to + m);
+    for (int64_t i = 0; i < a.count; i++)
+      for (int64_t d = 0; d < a.values[b].count; d++)
+        partial(i)[(2 + at + d) * mtp::LANES] = products[i][d];
+  }
+}
+
+}  // namespace

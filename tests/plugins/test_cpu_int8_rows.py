@@ -1,0 +1,201 @@
+"""Caches in int8: rows are rounded once, and attention over them sums integers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from mtpbuild.builder.plan.plan import int8_width
+from mtpbuild.plugins import grouped_attention_flat, grouped_rows_write, mla_packed, mla_rows_write
+from mtpbuild.plugins.cpu.layout import packed_floats
+from mtpbuild.plugins.int8_rows import blocks_of, read_rows, round_rows
+from mtpbuild.runtime.programs.slots import finite
+from tests.support import exact
+from tests.support.cpu_kernels import check_refused, run, same_everywhere
+
+F = np.float32
+Given = dict[str, Any]
+
+
+def rounded(rows: NDArray[Any], sections: list[int]) -> NDArray[np.int8]:
+    held: NDArray[np.int8] = round_rows(torch.from_numpy(rows), sections).numpy()
+    return held
+
+
+def blocks(sections: list[int]) -> exact.Blocks:
+    """Each block's first value, number of values, and the place of its scale."""
+    sizes, found, at = blocks_of(sections), [], 0
+    for i, size in enumerate(sizes):
+        found.append((at, size, sum(sizes) + 2 * i))
+        at += size
+    return found
+
+
+def place_rows(B: int, T: int, S: int, sections: list[int], written: bool, seed: int) -> Given:
+    """Rows of a cache and fresh rows; some values are far larger than others."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((B, 1, S + T, sum(sections)), F)
+    rows *= np.exp2(rng.integers(-6, 3, rows.shape[:3])).astype(F)[..., None]
+    rows[..., 3] *= 9
+    cache, base = rounded(rows[:, :, :S], sections), rng.integers(1, S - T, B)
+    fresh = np.ascontiguousarray(rows[:, :, S:])
+    if written:
+        for b, at in enumerate(base):
+            cache[b, :, at : at + T] = rounded(fresh[b], sections)
+    return {"cache": cache, "fresh": fresh, "base": base, "first": np.zeros(B, np.int64)}
+
+
+def wanted(
+    q: NDArray[Any], given: Given, sections: list[int], keys: exact.Blocks, values: exact.Blocks
+) -> NDArray[Any]:
+    """What each token of q [B, H, T, C] says of the rows that it sees."""
+    B, H, T, _ = q.shape
+    y = np.empty((B, H, T, sum(count for _, count, _ in values)), F)
+    for b in range(B):
+        for t in range(T):
+            old = given["cache"][b, 0, : given["base"][b]]
+            rows = np.concatenate([old, rounded(given["fresh"][b, 0, : t + 1], sections)])
+            y[b, :, t] = exact.integer_attention(q[b, :, t], rows, 0.3, keys, values)
+    return y
+
+
+LATENT = [
+    (2, 3, 4, (64, 16), 200, False),
+    (1, 20, 4, (48, 8), 700, True),
+    (1, 5, 70, (32, 0), 90, False),
+    (2, 1, 1, (40, 4), 1300, True),
+]
+
+
+@pytest.mark.parametrize(("B", "H", "T", "sections", "S", "written"), LATENT)
+def test_latent_attention(
+    B: int, H: int, T: int, sections: tuple[int, int], S: int, written: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    both, rng = [*sections], np.random.default_rng(S)
+    given = place_rows(B, T, S, both, written, S)
+    q = rng.standard_normal((B, H, T, sum(both)), F)
+    how = {"groups": 1, "values": 0, "latent": both[0], "written": int(written)}
+    [got] = same_everywhere(monkeypatch, "Attention", {"q": q} | given, (F,), scale=0.3, **how)
+    found, count = blocks(both), len(blocks_of(both[:1]))
+    np.testing.assert_array_equal(got, wanted(q, given, both, found, found[:count]))
+    H, n, v = 2, 8, 12
+    weights = [rng.standard_normal(shape, F) / 9 for shape in ((H, n, both[0]), (H, both[0], v))]
+    packed = [packed_floats(torch.from_numpy(each)) for each in weights]
+    angles = [rng.standard_normal((B, T, both[1] // 2), F) for _ in range(2)]
+    x = rng.standard_normal((B, T, H * (n + both[1])), F)
+    operands = {"q": x, "uk": packed[0].numpy(), "uks": None, "uv": packed[1].numpy(), "uvs": None}
+    operands |= {"cos": angles[0], "sin": angles[1]} | given
+    attributes = how | {"scale": 0.3, "N": v, "interleaved": 1}
+    [y] = run("LatentAttention", operands, (F,), 2, **attributes)
+    tensors = [a if a is None else torch.from_numpy(a) for a in operands.values()]
+    near = mla_packed(*tensors, 0.3, both[0], v, True).numpy()
+    assert np.abs(y - near).max() < 0.05 * np.abs(near).max()
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "G", "T", "D", "S", "written"),
+    [(2, 4, 2, 3, 32, 150, True), (1, 8, 2, 40, 40, 1100, False), (1, 3, 3, 1, 16, 70, True)],
+)
+def test_grouped_attention(
+    B: int, H: int, G: int, T: int, D: int, S: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections, rng = 2 * G * [D], np.random.default_rng(S)
+    given = place_rows(B, T, S, sections, written, S)
+    q = rng.standard_normal((B, T, H * D), F)
+    how = {"groups": G, "values": G * D, "latent": D, "written": int(written), "heads": H}
+    [got] = same_everywhere(monkeypatch, "Attention", {"q": q} | given, (F,), scale=0.3, **how)
+    found, each = blocks(sections), len(blocks_of([D]))
+    apart = q.reshape(B, T, H, D).transpose(0, 2, 1, 3)
+    for g in range(G):
+        own = slice(g * H // G, (g + 1) * H // G)
+        keys, values = (found[i * each : (i + 1) * each] for i in (g, G + g))
+        one = wanted(apart[:, own], given, sections, keys, values)
+        np.testing.assert_array_equal(got.reshape(B, T, H, D).transpose(0, 2, 1, 3)[:, own], one)
+    tensors = [torch.from_numpy(a) for a in (q, *given.values())]
+    near = grouped_attention_flat(*tensors, 0.3, H, G).numpy()
+    assert np.abs(got - near).max() < 0.05 * np.abs(near).max()
+    wrong = {"q": q} | given | {"cache": given["cache"][..., 1:].copy()}
+    check_refused("int8 rows", "Attention", wrong, (F,), scale=0.3, **how)
+
+
+def check_rows(op: str, given: Given, sections: list[int], definition: Any, **how: Any) -> None:
+    """The rows are those of an fp32 cache, rounded; the definition agrees but for a last bit."""
+    B, T, S = *given["a"].shape[:2], 9
+    starts = np.array([0, S - T])
+    cache = np.zeros((B, 1, S, int8_width(sum(sections), sections)), np.int8)
+    q, fresh, held = run(
+        f"{op}Int8", given | {"cache": cache, "start": starts}, (F, F, np.int8), 2, **how
+    )
+    wide = np.zeros((B, 1, S, sum(sections)), F)
+    plain = run(op, given | {"cache": wide, "start": starts}, (F, F, F), 2, **how)
+    np.testing.assert_array_equal(q, plain[0])
+    np.testing.assert_array_equal(fresh, plain[1])
+    np.testing.assert_array_equal(held, rounded(plain[2], sections))
+    tensors = [torch.from_numpy(a) for a in (*given.values(), cache, starts)]
+    _, rows, defined = definition(*tensors)
+    np.testing.assert_allclose(fresh, rows.numpy(), rtol=1e-5, atol=1e-5)
+    both = read_rows(defined, sections).numpy(), read_rows(torch.from_numpy(held), sections).numpy()
+    np.testing.assert_allclose(*both, atol=np.abs(both[0]).max() / 100)
+
+
+def test_latent_rows() -> None:
+    rng, B, T, Q, latent, half = np.random.default_rng(0), 2, 3, 40, 72, 6
+    sections = [latent, 2 * half]
+    given: Given = {"a": rng.standard_normal((B, T, Q + sum(sections)), F)}
+    given |= {"q_norm": rng.standard_normal(Q, F), "kv_norm": rng.standard_normal(latent, F)}
+    given |= {name: rng.standard_normal((B, T, half), F) for name in ("cos", "sin")}
+    how = {"epsilon": 1e-6, "interleaved": 1}
+    check_rows("LatentRows", given, sections, lambda *x: mla_rows_write(*x, 1e-6, True), **how)
+
+
+def test_grouped_rows() -> None:
+    rng, B, T, H, G, D, half = np.random.default_rng(0), 2, 3, 4, 2, 40, 6
+    given: Given = {"a": rng.standard_normal((B, T, (H + 2 * G) * D), F)}
+    given |= {name: rng.standard_normal(D, F) for name in ("q_norm", "k_norm")}
+    given |= {name: rng.standard_normal((B, T, half), F) for name in ("cos", "sin")}
+    how = {"heads": H, "groups": G, "width": D, "epsilon": 1e-6, "plus_one": 0}
+
+    def definition(*operands: Any) -> Any:
+        return grouped_rows_write(*operands, H, G, D, 1e-6)
+
+    check_rows("GroupedRows", given, 2 * G * [D], definition, **how)
+
+
+@pytest.mark.parametrize("size", [1.0, 2e-5, 3e-38, 0.0, 1e6, 9e6, np.inf, np.nan])
+def test_rounding(size: float) -> None:
+    """Scales that are subnormal in fp16, zero, or do not fit."""
+    row = np.linspace(-1, 1, 80, dtype=F).reshape(1, 1, 80)
+    row[..., 40] = size
+    names = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
+    given: Given = dict.fromkeys(names)
+    small = (row * 3e-5 if size < 1 else row).astype(F)
+    given |= {"a": small, "cos": np.zeros((1, 1, 0), F), "sin": np.zeros((1, 1, 0), F)}
+    given |= {"cache": np.zeros((1, 1, 2, 88), np.int8), "start": np.array([1])}
+    how = {"heads": 0, "groups": 1, "width": 40, "epsilon": 1e-6, "plus_one": 0}
+    _, _, held = run("GroupedRowsInt8", given, (F, F, np.int8), 1, **how)
+    assert held.shape[-1] == int8_width(80, [40])
+    again = rounded(small, [40, 40])
+    assert held[0, 0, 1, :80].tobytes() == again[0, 0, :80].tobytes()
+    assert finite(held[0, 0]).all(-1).tolist() == [True, bool(size < 9e6)]
+    np.testing.assert_array_equal(
+        read_rows(torch.from_numpy(held[0, :, 1:]), [40, 40]).numpy(),
+        read_rows(torch.from_numpy(again), [40, 40]).numpy(),
+    )
+
+
+def test_unseen_and_not_finite_rows() -> None:
+    """A NaN reaches the queries that see its row; others don't notice."""
+    sections = [64, 16]
+    given = place_rows(1, 4, 100, sections, False, 3)
+    given["base"] = np.array([90])
+    q = np.random.default_rng(1).standard_normal((1, 5, 4, 80), F)
+    how = {"groups": 1, "values": 0, "latent": 64, "written": 0, "scale": 0.3}
+    [before] = run("Attention", {"q": q} | given, (F,), 1, **how)
+    given["fresh"][0, 0, 2, 7] = np.inf
+    given["cache"][0, 0, 90:] = -128
+    [after] = run("Attention", {"q": q} | given, (F,), 1, **how)
+    np.testing.assert_array_equal(before[:, :, :2], after[:, :, :2])
+    assert np.isnan(after[:, :, 2:]).all()
