@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.graph.style import GraphStyle
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
-    from mtpbuild.runtime.contract.manifest import TargetInfo
+    from mtpbuild.runtime.contract.manifest import CacheType, TargetInfo
 
 CACHES = ("float32", "bfloat16", "int8")
 
@@ -74,11 +74,12 @@ class OnnxRuntime(Target):
         return f"operators that nobody has probed: {', '.join(found)}" if found else None
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
+        dtype = cast("CacheType", options.cache_dtype)
         return GraphStyle(
             pipeline=PORTABLE if options.portable else CPU,
             formats=() if options.portable else self.formats,
             rounds_to=None if options.portable else "int8",
-            cache_dtype=None if options.cache_dtype == "float32" else options.cache_dtype,
+            cache_dtype=None if dtype == "float32" else dtype,
         )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
