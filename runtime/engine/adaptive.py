@@ -10,7 +10,7 @@ import numpy as np
 from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
 from mtpbuild.runtime.engine.acceptance import PRIOR, AcceptanceModel, Belief
 from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
-from mtpbuild.runtime.engine.step_times import Seconds, StepLoad, StepTimes
+from mtpbuild.runtime.engine.step_times import Seconds, StepSize, StepTimes
 
 SWITCH_GAIN = 1.03  # required gain of a change, as the change's own step verifies fewer drafts
 TRIAL_SHARE = 0.01  # most of a request's time that trials may lose
@@ -22,7 +22,7 @@ HORIZON = 200
 
 
 @dataclass(slots=True)
-class Choice:
+class NextnChoice:
     """The nextn of a step; best: the one with the most tokens per second, as far as is known."""
 
     nextn: int
@@ -47,23 +47,23 @@ class AdaptiveNextn(StepLauncher):
         self._beliefs: dict[Hashable, Belief] = {}
         self._credit = 0.0  # seconds that trials may lose now
         self._trial_left = 0  # steps for which a trial goes on, whatever they show
-        self._last: Choice | None = None
+        self._last: NextnChoice | None = None
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         requests = [request for _, request in running]
         mixed = not all(request.controls.plain for request in requests)
-        load = StepLoad(running[-1][0] + 1, sum(r.length for r in requests), mixed)
+        size = StepSize(running[-1][0] + 1, sum(r.length for r in requests), mixed)
         left = {r: r.params.max_tokens - len(r.token_ids) for r in requests}
-        nextn = self.choose(left, load)
+        nextn = self.choose(left, size)
         cast(Adaptive, programs).draft(nextn)
         start = time.perf_counter()
         read_output = super().launch(programs, running, active, rows)
-        self.record_time(load, time.perf_counter() - start)
+        self.record_time(size, time.perf_counter() - start)
         return read_output
 
-    def choose(self, left: Mapping[Any, int], load: StepLoad) -> int:
+    def choose(self, left: Mapping[Any, int], size: StepSize) -> int:
         """Choose the next step's nextn. left: each request and the tokens it may still emit."""
-        times, last = self._times.seconds(load), self._last
+        times, last = self._times.seconds(size), self._last
         self._settle(left, float(times[0]))
         self._beliefs = {request: self._beliefs.get(request, PRIOR) for request in left}
         beliefs = np.sum([*self._beliefs.values()], 0)
@@ -74,14 +74,14 @@ class AdaptiveNextn(StepLauncher):
         best = int(rates.argmax())
         rate = float(expected[best] / times[best])
         trial = self._choose_trial(beliefs, best, times, max(left.values()))
-        self._last = Choice(best if trial is None else trial, best, rate)
+        self._last = NextnChoice(best if trial is None else trial, best, rate)
         return self._last.nextn
 
-    def record_time(self, load: StepLoad, seconds: float) -> None:
+    def record_time(self, size: StepSize, seconds: float) -> None:
         """Record the time of the step whose nextn was chosen last."""
         assert self._last is not None
         self._last.seconds = seconds
-        self._times.correct(load, self._last.nextn, seconds)
+        self._times.correct(size, self._last.nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
         """Record the acceptance of a request's drafts in the last step."""

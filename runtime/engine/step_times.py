@@ -41,7 +41,7 @@ log = logging.getLogger("mtpbuild")
 
 
 @dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepSize:
     """What a step's time depends on beside nextn; rows: cached rows of all its slots together."""
 
     slots: int
@@ -76,18 +76,18 @@ class StepTimes:
         self._own = np.ones(nextn + 1)
         self._known = bool(table.slots)
 
-    def seconds(self, load: StepLoad) -> Seconds:
-        """Return the seconds of a step of this load, for each nextn."""
-        slots = [np.interp(load.slots, self._sizes, times) for times in self._times.T]
-        rows = max(load.rows - SHORT * load.slots, 0)
+    def seconds(self, size: StepSize) -> Seconds:
+        """Return the seconds of a step of this size, for each nextn."""
+        slots = [np.interp(size.slots, self._sizes, times) for times in self._times.T]
+        rows = max(size.rows - SHORT * size.slots, 0)
         found: Seconds = np.array(slots) + self._per_row * rows
-        if load.mixed:
-            found += self._per_mixed_slot * load.slots
+        if size.mixed:
+            found += self._per_mixed_slot * size.slots
         return found * self._own * self._scale
 
-    def correct(self, load: StepLoad, nextn: int, seconds: float) -> None:
+    def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
         """Correct the times by a step's measured seconds."""
-        ratio = seconds / float(self.seconds(load)[nextn])
+        ratio = seconds / float(self.seconds(size)[nextn])
         if not self._known:  # the first step says what a guess is in seconds
             self._scale, self._known = ratio, True
             return

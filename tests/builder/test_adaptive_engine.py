@@ -14,7 +14,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
-from mtpbuild.runtime.engine.step_times import StepLoad, StepTable
+from mtpbuild.runtime.engine.step_times import StepSize, StepTable
 from mtpbuild.runtime.files import user_cache_folder
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
@@ -31,8 +31,8 @@ class Restless(AdaptiveNextn):
         super().__init__(most)
         self._rng = np.random.default_rng(2)
 
-    def choose(self, left: Mapping[Any, int], load: StepLoad) -> int:
-        super().choose(left, load)
+    def choose(self, left: Mapping[Any, int], size: StepSize) -> int:
+        super().choose(left, size)
         assert self._last is not None
         self._last.nextn = int(self._rng.integers(self._most + 1))
         return self._last.nextn

@@ -123,7 +123,7 @@ def test_grouped_attention(
 
 def check_rows(op: str, given: Given, sections: list[int], definition: Any, **how: Any) -> None:
     """The rows are those of an fp32 cache, rounded; the definition agrees but for a last bit."""
-    B, T, S = *given["a"].shape[:2], 9
+    (B, T), S = given["a"].shape[:2], 9
     starts = np.array([0, S - T])
     cache = np.zeros((B, 1, S, int8_width(sum(sections), sections)), np.int8)
     q, fresh, held = run(

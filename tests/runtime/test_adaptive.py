@@ -11,7 +11,7 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.engine.acceptance import LEVELS, PRIOR, AcceptanceModel
 from mtpbuild.runtime.engine.adaptive import TRIAL_SHARE, AdaptiveNextn
-from mtpbuild.runtime.engine.step_times import SHORT, StepLoad, StepTable, StepTimes
+from mtpbuild.runtime.engine.step_times import SHORT, StepSize, StepTable, StepTimes
 from tests.support.fakes import FakePrograms, continuation, fake_manifest
 
 MOST, TOKENS, SKIPPED = 5, 288, 32  # of a request; the first ones are not measured
@@ -62,7 +62,7 @@ class Simulation:
         self.tokens, self.seconds, self.chosen = 0, 0.0, []
         names = [f"{self.rng.random()}" for _ in range(requests)]
         self.left, drafts = dict.fromkeys(names, TOKENS), dict.fromkeys(names, 0)
-        load = StepLoad(1, SHORT)
+        load = StepSize(1, SHORT)
         while running := {name: left for name, left in self.left.items() if left > 0}:
             nextn = self.chooser.choose(running, load) if fixed is None else fixed
             self.chosen.append(nextn)
@@ -147,7 +147,7 @@ def test_trials_lose_no_more_than_their_share() -> None:
 def test_no_trial_at_the_end_of_a_request() -> None:
     """What it could find out would help nobody."""
     chooser = AdaptiveNextn(1, StepTimes(1, StepTable(slots={1: [1.0, 1.5]})))
-    load, chosen = StepLoad(1, SHORT), []
+    load, chosen = StepSize(1, SHORT), []
     for left in [10_000] * 400 + [2] * 400:
         chosen.append(chooser.choose({"one": left}, load))
         chooser.record_time(load, (1.0, 1.5)[chosen[-1]])
@@ -186,11 +186,11 @@ def test_factors_of_positions_are_learnt() -> None:
 def test_step_times_are_interpolated_and_follow_the_machine() -> None:
     table = StepTable(slots={1: [1.0, 2.0], 4: [4.0, 5.0]}, mixed=[1.5, 3.0], long=[2.0, 4.0])
     times = StepTimes(1, table, SHORT + 100)
-    assert times.seconds(StepLoad(1, SHORT)) == pytest.approx([1, 2])
-    assert times.seconds(StepLoad(2, SHORT)) == pytest.approx([2, 3])
-    assert times.seconds(StepLoad(1, SHORT + 50)) == pytest.approx([1.5, 3])
-    assert times.seconds(StepLoad(4, 4 * SHORT, mixed=True)) == pytest.approx([6, 9])
-    load = StepLoad(1, SHORT)
+    assert times.seconds(StepSize(1, SHORT)) == pytest.approx([1, 2])
+    assert times.seconds(StepSize(2, SHORT)) == pytest.approx([2, 3])
+    assert times.seconds(StepSize(1, SHORT + 50)) == pytest.approx([1.5, 3])
+    assert times.seconds(StepSize(4, 4 * SHORT, mixed=True)) == pytest.approx([6, 9])
+    load = StepSize(1, SHORT)
     times.correct(load, 0, 1e6)  # an interruption
     assert times.seconds(load) == pytest.approx([1, 2], rel=0.1)
     for _ in range(100):

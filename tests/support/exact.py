@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from functools import reduce
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-Any = NDArray[np.generic] | np.generic
 F = np.float32
 LOWEST, FLOOR = F(-3.0e38), F(-73.682724)
 CHUNK, SPLIT = 64, 512
