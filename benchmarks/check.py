@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loop_overhead import measure
-from one.published import DRAFTING, PLAIN
+from one.published import DRAFTING, PLAIN, PROMPT
 from one.sides import Measured
 from rich.console import Console
 from rich.table import Table
@@ -76,6 +76,7 @@ FIGURES = {
     # one_machine.py with four layers of GigaChat3-10B's shape, int4; its aims are for all layers.
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
+    "prompt": Figure("4 layers of 10B: tokens/s of a prompt over a step's", 0.25, 15, True),
 }
 LAYERS = 4
 
@@ -125,10 +126,13 @@ def real_size(threads: int) -> dict[str, float]:
     measured = Measured(data["rounds"])
     step, plain = (measured.step(name, "short") for name in (DRAFTING, PLAIN))
     peak = measured.memory(DRAFTING, "short")
+    prompt = measured.prompt(PLAIN, "prompt")
     assert step is not None
     assert plain is not None
     assert peak is not None
-    return {"step": step / plain, "memory": peak / data["sizes"][DRAFTING]}
+    assert prompt is not None
+    found = {"step": step / plain, "memory": peak / data["sizes"][DRAFTING]}
+    return found | {"prompt": PROMPT * plain / prompt}
 
 
 def figures(threads: int) -> dict[str, float]:

@@ -86,10 +86,12 @@ def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of the largest numbers are where 16 bits would not do."""
     N, K = 64, 128
     integers = np.where(np.arange(N * K).reshape(N, K // 32, 32) % 3, 0, (1 << bits) - 1)
+    integers[N // 2 :] = (1 << bits) - 1
     stored: NDArray[Any] = integers.astype(np.uint8)
     if bits == 4:
         stored = stored[..., 0::2] | stored[..., 1::2] << 4
     x = np.where(np.arange(4 * K).reshape(4, K) % 2, np.float32(3), np.float32(-3))
+    x[2:] = [[3.0], [-3.0]]  # the sums of a whole block are the largest ones, too
     scales = np.full((N, K // 32), 0.5, np.float16)
     given = {"x": x, "values": packed_values(torch.from_numpy(stored)).numpy()}
     given["scales"] = packed_scales(torch.from_numpy(scales)).numpy()

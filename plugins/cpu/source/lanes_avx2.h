@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int WIDE = 1;
-constexpr int TILE_ROWS = 3;
+constexpr int TILE_ROWS = 6;
 constexpr int TILE_KEYS = 4;
 constexpr int FLOAT_ROWS = 6;
 constexpr int FLOAT_VECTORS = 1;
@@ -101,6 +101,9 @@ inline Floats load_signed(const int8_t* p) {
   return to_floats({_mm256_cvtepi8_epi32(first), _mm256_cvtepi8_epi32(second)});
 }
 
+// Without VNNI, int4 weights' sums have two halves of 16 bits, which hold a block's eight pairs of
+// products, 8 * 2 * 15 * 127. Two products of int8 weights within -128 .. 127 fit alone, so the
+// input takes the weight's sign.
 #ifdef __AVXVNNI__
 constexpr bool VNNI = true;  // weights stay unsigned in both widths
 #else
@@ -108,29 +111,31 @@ constexpr bool VNNI = false;
 #endif
 template <int BITS>
 inline Ints first_sum(int32_t inputs) {
-  constexpr int zero = BITS == 4 || VNNI ? 1 << (BITS - 1) : 0;
-  const __m256i c = _mm256_set1_epi32(-zero * inputs);
+  const __m256i c = _mm256_set1_epi32(VNNI ? -(1 << (BITS - 1)) * inputs : 0);
   return {c, c};
 }
+template <int BITS>
+inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
 #ifdef __AVXVNNI__
-template <int BITS>
-inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   return _mm256_dpbusd_avx_epi32(sum, w, x);
-}
-#else
-// The sum of two products must fit 16 bits. With 4 bits it does: 15 * 127 * 2. With 8 bits it does
-// if weights are within -128 .. 127, so the input takes the weight's sign.
-template <int BITS>
-inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
-  if (BITS == 8) {
-    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-    x = _mm256_sign_epi8(x, w);
-    w = _mm256_abs_epi8(w);
-  }
-  __m256i pairs = _mm256_maddubs_epi16(w, x);
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
 #endif
+  if (BITS == 4) {
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+  } else {
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  __asm__("" : "+x"(sum));  // or GCC keeps all products, and adds them as a tree
+  return sum;
+}
+template <int BITS>
+inline Ints last_sum(Ints sum, int32_t inputs) {
+  if (VNNI || BITS == 8) return sum;
+  const __m256i one = _mm256_set1_epi16(1), c = _mm256_slli_epi32(_mm256_set1_epi32(inputs), 3);
+  return {_mm256_sub_epi32(_mm256_madd_epi16(sum.a, one), c),
+          _mm256_sub_epi32(_mm256_madd_epi16(sum.b, one), c)};
+}
 template <int BITS>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;

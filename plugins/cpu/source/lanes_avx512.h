@@ -76,6 +76,10 @@ inline Ints first_sum(int32_t inputs) {
   return {_mm512_set1_epi32(-(1 << (BITS - 1)) * inputs)};
 }
 template <int BITS>
+inline Ints last_sum(Ints sum, int32_t) {
+  return sum;
+}
+template <int BITS>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);

@@ -124,6 +124,10 @@ inline Ints first_sum(int32_t inputs) {
   return each<Ints>([&](int) { return vdupq_n_s32(BITS == 4 ? -8 * inputs : 0); });
 }
 template <int BITS>
+inline Ints last_sum(const Ints& sum, int32_t) {
+  return sum;
+}
+template <int BITS>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);

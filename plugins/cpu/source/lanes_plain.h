@@ -134,6 +134,10 @@ template <int BITS>
 inline Ints first_sum(int32_t) {
   return Ints{};
 }
+template <int BITS>
+inline Ints last_sum(const Ints& sum, int32_t) {
+  return sum;
+}
 // Adds the products of four inputs and the four weights of each of 16 outputs.
 template <int BITS>
 inline Ints dot4(const Ints& sum, const Bytes& w, const int8_t* four) {

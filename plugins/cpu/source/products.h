@@ -49,8 +49,8 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 2
       for (int v = 0; v < WIDE; v++) sums[m][v] = first_sum<BITS>(in[m][b].sum);
-    if (ROWS <= 4)  // a page ahead, which the hardware does not prefetch
-      for (int i = 0; i < 128 * BITS; i += 64 * (3 - WIDE)) __builtin_prefetch(values + 4096 + i);
+    for (int i = 0; i < 128 * BITS; i += 64 * (3 - WIDE))
+      __builtin_prefetch(values + 4096 + i);  // a page ahead, which the hardware does not prefetch
 #pragma GCC unroll 8
     for (int i = 0; i < 32; i += INPUTS)
 #pragma GCC unroll 2
@@ -73,7 +73,7 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
       if (SCALES == mtp::SHIFTED) moved = load_halves(scales + mtp::PANEL + 16 * v);
 #pragma GCC unroll 8
       for (int m = 0; m < ROWS; m++) {
-        Floats sum = to_floats(sums[m][v]);
+        Floats sum = to_floats(last_sum<BITS>(sums[m][v], in[m][b].sum));
         float inputs = static_cast<float>(in[m][b].sum);
         if (SCALES == mtp::ZEROED) sum = fma(moved, same(-inputs), sum);
         if (SCALES == mtp::SHIFTED) sum = fma(zero, same(inputs), sum);
