@@ -1,6 +1,6 @@
 """Measures how much accuracy smaller caches cost an engine with int8 or int4 weights.
 
-    python benchmarks/cache_accuracy.py [--model deepseek-tiny] [--weights int4] [--texts 8]
+    python benchmarks/cache_accuracy.py [--model deepseek-tiny] [--weights int4] [--texts 3]
         [--context 2000] [--work runs/cache_accuracy]
 
 The engine with fp32 weights continues the built-in prompts greedily. Prompts and answers are joined
@@ -27,7 +27,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.request import TokenLogprobs
 
 TOP = 20
-ANSWER = 100  # most tokens of an answer
+PROMPTS, ANSWER = 48, 100  # all prompts; most tokens of an answer
 CACHES = ("float32", "bfloat16", "int8")
 Texts = list[list[int]]
 Scores = list[TokenLogprobs]
@@ -44,14 +44,15 @@ def built(work: Path, model: str, weights: str | None, caches: str) -> Path:
 def continued(folder: Path, texts: int, context: int) -> Texts:
     """Return texts of `context` tokens each: prompts of the built-in sets and their answers."""
     with Engine.load(folder, threads=1, prefix_cache=False) as engine:
-        prompts = load_both(engine, texts * context // ANSWER, ANSWER)
+        prompts = load_both(engine, PROMPTS, ANSWER)
         tokens = list[int]()
         for prompt in prompts:
             if len(tokens) >= texts * context:
                 break
             answer = engine.generate(prompt, SamplingParams(ANSWER, temperature=0.0))
             tokens += [*prompt, *answer.token_ids]
-    return [tokens[at : at + context] for at in range(0, texts * context, context)]
+    found = [tokens[at : at + context] for at in range(0, texts * context, context)]
+    return [text for text in found if len(text) == context]
 
 
 def scored(folder: Path, texts: Texts) -> Scores:
@@ -101,7 +102,7 @@ def main() -> None:
         __doc__,
         model="deepseek-tiny",
         weights="int4",
-        texts=8,
+        texts=3,
         context=2000,
         work=Path("runs/cache_accuracy"),
     )

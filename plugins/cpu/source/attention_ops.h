@@ -305,7 +305,7 @@ struct Attention : FloatOperator {
       const mtp::RowBlock* keys = &sections.blocks[lanes.group * key];
       const mtp::RowBlock* values = &sections.blocks[one ? 0 : (own.groups + lanes.group) * value];
       auto scores = scratch<float>(count, mtp::SPLIT);
-      auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 2));
+      auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 4));
       own.k.attend_integers(
           {count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()}, own.latent,
           part);

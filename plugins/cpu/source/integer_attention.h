@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t PARTS = mtp::SPLIT / mtp::BLOCK;  // blocks of rows in a split
+constexpr int64_t LINES = mtp::PANEL * mtp::BLOCK;  // bytes of a block of a panel
 
 // A block of some rows; fewer than 32 numbers are filled up with zeros.
 struct BlockRows {
@@ -29,14 +30,15 @@ struct BlockRows {
   }
 };
 
-// Lays out 32 rows' keys as the weights of 32 outputs.
+// Lays out 32 rows' keys as the weights of 32 outputs, and their scales [blocks][32].
 inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows, uint8_t* values,
-                      uint16_t* scales) {
-  for (int64_t b = 0; b < a.key_blocks; b++, values += mtp::PANEL * mtp::BLOCK) {
+                      float* scales) {
+  uint16_t bits[mtp::PANEL];
+  for (int64_t b = 0; b < a.key_blocks; b++, values += LINES, scales += mtp::PANEL) {
     BlockRows block(a.keys[b], rows, mtp::PANEL);
     for (int64_t n = 0; n < mtp::PANEL; n += 8) store_columns(block.at + n, values + 4 * n);
-    for (int64_t n = 0; n < mtp::PANEL; n++)
-      std::memcpy(scales + mtp::PANEL * b + n, rows[n] + a.keys[b].scale, 2);
+    for (int64_t n = 0; n < mtp::PANEL; n++) std::memcpy(bits + n, rows[n] + a.keys[b].scale, 2);
+    for (int64_t n = 0; n < mtp::PANEL; n += 16) store(scales + n, load_halves(bits + n));
   }
 }
 
@@ -63,19 +65,8 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
   uint16_t bits[mtp::SPLIT];
   for (int64_t r = 0; r < mtp::BLOCK * parts; r += 4, values += 128) {
     BlockRows four(block, rows + r, 4);
-    int8_t in[4][mtp::BLOCK];
-    uint8_t out[4 * mtp::BLOCK];
-    for (int64_t i = 0; i < 4; i++) {
-      std::memcpy(in[i], four.at[i], mtp::BLOCK);
-      std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
-    }
-    for (int64_t d = 0; d < mtp::BLOCK; d++) {
-      out[4 * d] = static_cast<uint8_t>(in[0][d]);
-      out[4 * d + 1] = static_cast<uint8_t>(in[1][d]);
-      out[4 * d + 2] = static_cast<uint8_t>(in[2][d]);
-      out[4 * d + 3] = static_cast<uint8_t>(in[3][d]);
-    }
-    std::memcpy(values, out, sizeof out);
+    store_interleaved(four.at, values);
+    for (int64_t i = 0; i < 4; i++) std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
   }
   for (int64_t r = 0; r < mtp::BLOCK * parts; r += 16) {
     Floats found = load_halves(bits + r);
@@ -136,33 +127,49 @@ inline void share(const float* weights, const float* scales, int64_t seen, const
   }
 }
 
-// Multiplies shares by a panel of values.
-template <int ROWS>
-void mix_rows(const uint8_t* panel, int64_t parts, const mtp::InputBlock* const* in,
-              float* const* out) {
+// Multiplies rows of blocks by a panel of 32 keys, whose scales are [blocks][32], or of values.
+template <bool KEYS, int ROWS>
+void multiply_rows(const uint8_t* panel, const float* scales, int64_t blocks,
+                   const mtp::InputBlock* const* in, float* const* out) {
   for (int v = 0; v < 2; v++) {
     Floats totals[ROWS];
     for (int m = 0; m < ROWS; m++) totals[m] = same(0.0f);
     const uint8_t* lines = panel + 64 * v;
-    for (int64_t part = 0; part < parts; part++) {
+    for (int64_t b = 0; b < blocks; b++) {
       Ints sums[ROWS] = {};
+      if (KEYS)
+        for (int m = 0; m < ROWS; m++) sums[m] = first_sum<8>(in[m][b].sum);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++, lines += 128) {
         Bytes line = load_bytes(lines);
 #pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++)
-          sums[m] = dot4_signed(sums[m], line, in[m][part].values + 4 * g);
+        for (int m = 0; m < ROWS; m++) {
+          const int8_t* four = in[m][b].values + 4 * g;
+          sums[m] = KEYS ? dot4<8>(sums[m], line, four) : dot4_signed(sums[m], line, four);
+        }
       }
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; m++)
-        totals[m] = fma(to_floats(sums[m]), same(in[m][part].scale), totals[m]);
+      for (int m = 0; m < ROWS; m++) {
+        Floats scale = same(in[m][b].scale);
+        if (KEYS) scale = mul(load(scales + mtp::PANEL * b + 16 * v), scale);
+        totals[m] = fma(to_floats(sums[m]), scale, totals[m]);
+      }
     }
     for (int m = 0; m < ROWS; m++) store(out[m] + 16 * v, totals[m]);
   }
 }
 
+// Selects the tile for `rows` <= ROWS.
+template <bool KEYS, int ROWS>
+void multiply_some(int64_t rows, const uint8_t* panel, const float* scales, int64_t blocks,
+                   const mtp::InputBlock* const* in, float* const* out) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return multiply_some<KEYS, ROWS - 1>(rows, panel, scales, blocks, in, out);
+  multiply_rows<KEYS, ROWS>(panel, scales, blocks, in, out);
+}
+
 void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out) {
-  constexpr int64_t Q = mtp::QUERIES, LINE = mtp::PANEL * mtp::BLOCK;
+  constexpr int64_t Q = mtp::QUERIES;
   alignas(64) float products[Q][mtp::PANEL];
   Factors factors;
   float scales[Q][PARTS], *to[Q];
@@ -171,11 +178,15 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
   int64_t parts = 0;
   for (int64_t i = 0; i < a.count; i++)
     parts = a.seen[i] > mtp::BLOCK * parts ? (a.seen[i] + mtp::BLOCK - 1) / mtp::BLOCK : parts;
-  auto own_scales = reinterpret_cast<uint16_t*>(a.panel + LINE * a.key_blocks);
+  auto key_scales = reinterpret_cast<float*>(a.panel + LINES * a.key_blocks);
   for (int64_t p = 0; p < parts; p++) {
-    pack_keys(a, a.rows + mtp::PANEL * p, a.panel, own_scales);
+    pack_keys(a, a.rows + mtp::PANEL * p, a.panel, key_scales);
     for (int64_t i = 0; i < a.count; i++) to[i] = a.scores + mtp::SPLIT * i + mtp::PANEL * p;
-    multiply<8>({a.panel, own_scales, a.key_blocks, mtp::PANEL}, a.count, a.queries, to);
+    for (int64_t m = 0, some; m < a.count; m += some) {
+      some = next_tile(a.count - m, TILE_ROWS);
+      multiply_some<true, TILE_ROWS>(some, a.panel, key_scales, a.key_blocks, a.queries + m,
+                                     to + m);
+    }
   }
   auto partial = [&](int64_t i) {
     return out + i / mtp::LANES * (2 + latent) * mtp::LANES + i % mtp::LANES;
@@ -190,10 +201,10 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
     pack_values(a.values[b], a.rows, parts, a.panel, factors);
     for (int64_t i = 0; i < a.count; i++)
       share(a.scores + mtp::SPLIT * i, scales[i], a.seen[i], factors, parts, shares[i]);
-    int64_t m = 0;
-    for (; m + TILE_KEYS <= a.count; m += TILE_KEYS)
-      mix_rows<TILE_KEYS>(a.panel, parts, in + m, to + m);
-    for (; m < a.count; m++) mix_rows<1>(a.panel, parts, in + m, to + m);
+    for (int64_t m = 0, some; m < a.count; m += some) {
+      some = next_tile(a.count - m, TILE_KEYS);
+      multiply_some<false, TILE_KEYS>(some, a.panel, nullptr, parts, in + m, to + m);
+    }
     for (int64_t i = 0; i < a.count; i++)
       for (int64_t d = 0; d < a.values[b].count; d++)
         partial(i)[(2 + at + d) * mtp::LANES] = products[i][d];

@@ -86,7 +86,7 @@ struct IntegerAttention {
   const RowBlock* values;
   int64_t key_blocks, value_blocks;
   float* scores;   // scratch [count][SPLIT]
-  uint8_t* panel;  // scratch: PANEL * BLOCK bytes for each block of a key, or for SPLIT rows
+  uint8_t* panel;  // scratch: PANEL * (BLOCK + 4) bytes for a key's blocks, or for each 32 rows
 };
 
 // The delta rule of some tokens for COLUMNS values of a head. Distances, in numbers: `stride` from

@@ -119,4 +119,22 @@ inline void store_block(int8_t* p, Ints x, Ints y) {
   store_bytes(p + 16, y);
 }
 
+inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
+  __m256i r[4], both[4], four[4];
+  for (int n = 0; n < 4; n++) r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[n]));
+  for (int n = 0; n < 4; n += 2) {
+    both[n] = _mm256_unpacklo_epi8(r[n], r[n + 1]);
+    both[n + 1] = _mm256_unpackhi_epi8(r[n], r[n + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    four[2 * i] = _mm256_unpacklo_epi16(both[i], both[2 + i]);
+    four[2 * i + 1] = _mm256_unpackhi_epi16(both[i], both[2 + i]);
+  }
+  auto at = reinterpret_cast<__m256i*>(to);
+  for (int i = 0; i < 2; i++) {
+    _mm256_storeu_si256(at + i, _mm256_permute2x128_si256(four[2 * i], four[2 * i + 1], 0x20));
+    _mm256_storeu_si256(at + 2 + i, _mm256_permute2x128_si256(four[2 * i], four[2 * i + 1], 0x31));
+  }
+}
+
 }  // namespace

@@ -178,4 +178,10 @@ inline void store_block(int8_t* p, const Ints& a, const Ints& b) {
   store_bytes(p + 16, b);
 }
 
+// Interleaves four rows of 32 bytes: byte d of row i goes to byte 4 d + i.
+inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
+  for (int d = 0; d < 32; d++)
+    for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][d]);
+}
+
 }  // namespace
