@@ -110,14 +110,8 @@ def test_the_models_are_equal(folder: str, tmp_path: Path) -> None:
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "glm4_fp8_dynamic",
-        pytest.param("deepseek_mixed", marks=pytest.mark.full),
-        pytest.param("qwen3_5_w8a8", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("folder", ["glm4_fp8_dynamic", "deepseek_mixed", "qwen3_5_w8a8"])
 def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
     """A portable engine, in fp32, of each architecture: the dequantised checkpoint's tokens."""
     texts = []

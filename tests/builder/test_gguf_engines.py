@@ -105,6 +105,7 @@ def test_the_weights_of_an_engine(kind: str, tmp_path: Path) -> None:
     assert max(sizes) < 1.5 * path.stat().st_size  # nothing large became floats
 
 
+@pytest.mark.full
 def test_a_small_engine(build_engine: EngineBuilder, tmp_path: Path) -> None:
     """It says what its file's values say when inputs are rounded to int8, and accepts drafts."""
     c = config_of("qwen3.5", **SMALL)

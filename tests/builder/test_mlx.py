@@ -157,13 +157,8 @@ def dequantised(folder: str, place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        pytest.param(each, marks=[pytest.mark.full] if each != "mlx_deepseek" else [])
-        for each in TRUNKS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("folder", TRUNKS)
 def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
     """A portable engine, in fp32, of each architecture: the dequantised checkpoint's tokens."""
     count, texts = int(folder in HEADS), []
