@@ -27,8 +27,8 @@ from mtpbuild.runtime.threads import default_threads
 Seconds: TypeAlias = NDArray[np.float64]  # [nextn + 1] of a step, by nextn
 
 SHORT, LONG = 64, 4096  # cached rows of the measured steps
-STEPS = 6  # measured steps of each nextn
-SLOW, SLOW_STEPS = 0.02, 2  # seconds from which a step is slow; measured steps of such a nextn
+STEPS = 10  # measured steps of each nextn
+SLOW, SLOW_STEPS = 0.03, 2  # seconds from which a step is slow; measured steps of such a nextn
 LOAD_SECONDS, BUILD_SECONDS = 2.0, 60.0  # for measurements at a load, at the end of a build
 SAMPLED = StepControls(temperature=1.0)
 # An unmeasured step is taken as the time of one without drafts, plus this share for each draft.
@@ -168,20 +168,21 @@ def _time_steps(
 
     Tokens and drafts are random: equal ones would visit the same experts.
     """
-    build, rng, found = manifest.build, np.random.default_rng(0), list[float]()
+    build, rng = manifest.build, np.random.default_rng(0)
     rows = min(rows, build.max_seq_len - manifest.window)
     active = np.arange(build.slots) < slots
-    for nextn in range(build.nextn + 1):
-        programs.draft(nextn)
-        times, count = list[float](), STEPS
-        while len(times) <= count:  # the first step is not counted
+    rounds = list[list[float]]()
+    while len(rounds) <= (STEPS if not rounds or max(rounds[-1]) < SLOW else SLOW_STEPS):
+        rounds.append([])
+        for nextn in range(build.nextn + 1):
+            programs.draft(nextn)
             for slot in range(slots):
                 newest, *drafts = rng.integers(manifest.model.vocab_size, size=nextn + 1).tolist()
                 programs.begin(slot, rows, newest, controls)
                 programs.propose(slot, drafts)
             start = time.perf_counter()
             programs.step(active, rows + manifest.window)
-            times.append(time.perf_counter() - start)
-            count = SLOW_STEPS if times[-1] > SLOW else STEPS
-        found.append(min(times[1:]))  # disturbances only add time
+            rounds[-1].append(time.perf_counter() - start)
+    least = np.min(rounds[1:], 0)  # the first round is not counted; disturbances only add time
+    found: list[float] = np.minimum.accumulate(least[::-1])[::-1].tolist()  # more drafts take more
     return found
