@@ -2,12 +2,14 @@
 
 Requests whose drafts are forced run the mixed program, so nextn 0 runs it in this comparison, too.
 Plain requests are also measured: with the model's random weights their drafts are never accepted.
-The choice of nextn learns from some steps before it is measured.
+The first tokens of a request, from which the choice of nextn learns, are not counted.
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from one.files import Workshop
@@ -21,7 +23,8 @@ MOST = 5  # drafts of `--nextn auto`
 PLAIN, AUTO = "nextn 0", "nextn auto"
 ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, if those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
-LEARNING, STEPS = 60, 80  # steps before and during the measurement
+STEPS = 120
+SKIPPED = 32  # tokens at the start of each request that are not counted
 WEIGHTS = "int8"
 AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
 
@@ -59,7 +62,7 @@ class Adaptive:
         shop = Workshop(run.folder, shape, run.watch)
         shop.write_checkpoint()
         contexts, batches = zip(*LOADS, strict=True)
-        length = max(contexts) + (LEARNING + STEPS + max(batches)) * (MOST + 1)
+        length = max(contexts) + (STEPS + max(batches)) * (MOST + 1)
         flags = ("--max-seq-len", str(length), "--max-batch", str(max(batches)))
         plain, auto = (shop.build(f"n{n}", (n,), *flags)[0] for n in (0, "auto"))
         shop.drop_checkpoint()
@@ -69,8 +72,7 @@ class Adaptive:
             without[str(case.without())] = decode(
                 STEPS, *load, rates=None if case.odds is None else ()
             )
-            for name, steps in ((f"{case}, learning", LEARNING), (str(case), STEPS)):
-                asks[name] = decode(steps, *load, rates=case.rates)
+            asks[str(case)] = decode(STEPS, *load, rates=case.rates)
         sides = [
             ours(PLAIN, plain, without, shop.vocabulary),
             ours(AUTO, auto, asks, shop.vocabulary),
@@ -87,7 +89,7 @@ class Adaptive:
             grid.add_column(name, justify="right")
         for load in LOADS:
             cases = [Case(*load, odds) for odds in (None, *ODDS)]
-            plain = found.measured.speed(PLAIN, str(cases[0]))
+            plain = speed(found.measured, PLAIN, cases[0])
             cell = NONE if plain is None else f"{plain:.4g}"
             grid.add_row(
                 f"{load[0]:,} x {load[1]}", cell, *(ratio(found.measured, case) for case in cases)
@@ -95,9 +97,20 @@ class Adaptive:
         return [grid]
 
 
+def speed(measured: Measured, side: str, case: Case) -> float | None:
+    """Return all requests' tokens per second after SKIPPED tokens each, the median of rounds."""
+    found = []
+    for answers in measured.rounds.get(side, ()):
+        if (answer := answers.get(str(case))) is None:
+            continue
+        emitted = np.cumsum(answer["emitted"])
+        first = int(np.searchsorted(emitted, SKIPPED * case.batch)) + 1
+        found.append((emitted[-1] - emitted[first - 1]) / sum(answer["steps"][first:]))
+    return statistics.median(found) if found else None
+
+
 def ratio(measured: Measured, case: Case) -> str:
-    plain = measured.speed(PLAIN, str(case.without()))
-    found = over(measured.speed(AUTO, str(case)), plain)
+    found = over(speed(measured, AUTO, case), speed(measured, PLAIN, case.without()))
     if found is None:
         return NONE
     color = "green" if AIM.reached(found) else "red"
