@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, cast
 
 from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import family_of
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
@@ -84,6 +83,8 @@ class OnnxRuntime(Target):
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Refuse smaller caches in an engine whose products are in fp32, or without its kernels."""
+        from mtpbuild.builder.models import family_of
+
         if (dtype := plan.style.cache_dtype) is None:
             return
         if not model.may_narrow_caches:

@@ -116,7 +116,7 @@ def test_grouped_attention(
         np.testing.assert_array_equal(got.reshape(B, T, H, D).transpose(0, 2, 1, 3)[:, own], one)
     tensors = [torch.from_numpy(a) for a in (q, *given.values())]
     near = grouped_attention_flat(*tensors, 0.3, H, G).numpy()
-    assert np.abs(got - near).max() < 0.05 * np.abs(near).max()
+    assert np.abs(got - near).max() < 0.1 * np.abs(near).max()
     wrong = {"q": q} | given | {"cache": given["cache"][..., 1:].copy()}
     check_refused("int8 rows", "Attention", wrong, (F,), scale=0.3, **how)
 

@@ -29,14 +29,14 @@ def fma(a: Any, b: Any, c: Any) -> Floats:
     return nudged.astype(F)
 
 
-def quantise(x: Floats) -> tuple[NDArray[np.int32], Floats]:
-    """Round rows [.., K] to int8 in blocks of 32: values [.., K / 32, 32] and scales."""
+def quantise(x: Floats, most: int = 127) -> tuple[NDArray[np.int32], Floats]:
+    """Round rows [.., K] to integers in blocks of 32: values [.., K / 32, 32] and scales."""
     blocks = x.reshape(*x.shape[:-1], -1, 32)
     top = np.abs(blocks).max(-1)
     usable = top > F(1e-30)
-    inverse = np.where(usable, F(127) / np.where(usable, top, F(1)), F(0)).astype(F)
+    inverse = np.where(usable, F(most) / np.where(usable, top, F(1)), F(0)).astype(F)
     values = np.rint(blocks * inverse[..., None]).astype(np.int32)
-    return values, np.where(usable, top / F(127), F(0)).astype(F)
+    return values, np.where(usable, top / F(most), F(0)).astype(F)
 
 
 def product(x: Floats, w: NDArray[np.int32], scales: NDArray[np.float16]) -> Floats:
@@ -112,7 +112,7 @@ def integer_attention(
     for b, (_, count, _) in enumerate(keys):
         wide[:, b, :count] = q[:, at : at + count] * F(scale)
         at += count
-    rounded = quantise(wide.reshape(len(q), -1))
+    rounded = quantise(wide.reshape(len(q), -1), 64)
     return _folded(_integer_split(*rounded, part, keys, values) for part in _splits(rows))
 
 

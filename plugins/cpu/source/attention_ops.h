@@ -274,14 +274,23 @@ struct Attention : FloatOperator {
                        &fresh[i * sections.bytes]);
     }
 
+    // Rounds a query, scaled, by block: its largest number becomes 64, or all are NaN.
     void round_query(int64_t row) {
-      auto scaled = scratch<float>(key, BLOCK);
-      std::fill_n(&scaled[0], key * BLOCK, 0.0f);
-      for (int64_t b = 0; b < key; b++)
-        for (int64_t i = 0; i < sections.blocks[b].count; i++)
-          scaled[b * BLOCK + i] =
-              job.q[row * job.width + sections.blocks[b].values + i] * own.scale;
-      own.k.quantise(&scaled[0], key, &queries[row * key]);
+      for (int64_t b = 0; b < key; b++) {
+        const mtp::RowBlock& block = sections.blocks[b];
+        InputBlock& to = queries[row * key + b] = {0.0f, 0, {}};
+        float x[BLOCK], top = 0.0f;
+        bool finite = true;
+        for (int64_t i = 0; i < block.count; i++) {
+          x[i] = job.q[row * job.width + block.values + i] * own.scale;
+          finite &= std::fabs(x[i]) < INFINITY;
+          top = std::max(top, std::fabs(x[i]));
+        }
+        to.scale = !finite ? NAN : top > 1e-30f ? top / 64.0f : 0.0f;
+        float inverse = finite && top > 1e-30f ? 64.0f / top : 0.0f;
+        for (int64_t i = 0; i < block.count && finite; i++)
+          to.sum += to.values[i] = static_cast<int8_t>(std::lrint(x[i] * inverse));
+      }
     }
 
     void attend(const Lanes& lanes, int64_t split, float* part) const {

@@ -138,14 +138,14 @@ void multiply_rows(const uint8_t* panel, const float* scales, int64_t blocks,
     for (int64_t b = 0; b < blocks; b++) {
       Ints sums[ROWS] = {};
       if (KEYS)
-        for (int m = 0; m < ROWS; m++) sums[m] = first_sum<8>(in[m][b].sum);
+        for (int m = 0; m < ROWS; m++) sums[m] = first_small(in[m][b].sum);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++, lines += 128) {
         Bytes line = load_bytes(lines);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
           const int8_t* four = in[m][b].values + 4 * g;
-          sums[m] = KEYS ? dot4<8>(sums[m], line, four) : dot4_signed(sums[m], line, four);
+          sums[m] = KEYS ? dot4_small(sums[m], line, four) : dot4_signed(sums[m], line, four);
         }
       }
 #pragma GCC unroll 8
@@ -183,8 +183,8 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
     pack_keys(a, a.rows + mtp::PANEL * p, a.panel, key_scales);
     for (int64_t i = 0; i < a.count; i++) to[i] = a.scores + mtp::SPLIT * i + mtp::PANEL * p;
     for (int64_t m = 0, some; m < a.count; m += some) {
-      some = next_tile(a.count - m, TILE_ROWS);
-      multiply_some<true, TILE_ROWS>(some, a.panel, key_scales, a.key_blocks, a.queries + m,
+      some = next_tile(a.count - m, TILE_KEYS);
+      multiply_some<true, TILE_KEYS>(some, a.panel, key_scales, a.key_blocks, a.queries + m,
                                      to + m);
     }
   }

@@ -79,7 +79,7 @@ struct RowBlock {
 constexpr int64_t QUERIES = 64;
 struct IntegerAttention {
   int64_t count;                     // of queries
-  const InputBlock* const* queries;  // blocks as those of a key, scaled
+  const InputBlock* const* queries;  // blocks as those of a key, scaled, of numbers in -64 .. 64
   const int32_t* seen;               // [count]: a query sees the rows below it
   const int8_t* const* rows;         // [SPLIT]; those that no query sees are any rows
   const RowBlock* keys;

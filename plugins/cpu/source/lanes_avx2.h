@@ -206,4 +206,24 @@ inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
   }
 }
 
+// dot4<8> and its start for inputs within -64 .. 64, whose products by two unsigned weights fit.
+inline Ints first_small(int32_t inputs) {
+  const __m256i c = _mm256_set1_epi32(-128 * inputs);
+  return {c, c};
+}
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const __m256i x = _mm256_set1_epi32(bits);
+#ifdef __AVXVNNI__
+  return {dot4<8>(sum.a, w.a, x), dot4<8>(sum.b, w.b, x)};
+#else
+  auto add = [&](__m256i sum, __m256i w) {
+    __m256i pairs = _mm256_maddubs_epi16(w, x);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  };
+  return {add(sum.a, w.a), add(sum.b, w.b)};
+#endif
+}
+
 }  // namespace

@@ -137,4 +137,8 @@ inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
   }
 }
 
+// dot4<8> and its start for inputs within -64 .. 64.
+inline Ints first_small(int32_t inputs) { return first_sum<8>(inputs); }
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<8>(sum, w, four); }
+
 }  // namespace

@@ -167,4 +167,8 @@ inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
     for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][d]);
 }
 
+// dot4<8> and its start for inputs within -64 .. 64.
+inline Ints first_small(int32_t inputs) { return first_sum<8>(inputs); }
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<8>(sum, w, four); }
+
 }  // namespace
