@@ -1,6 +1,5 @@
 """Engines for the tests, each built once per run and shared by all workers."""
 
-import gc
 import os
 import shutil
 import sys
@@ -52,12 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = item.get_closest_marker("xdist_group")
         if group is not None and group.args == ("inductor",):
             item.add_marker(needs_compiler)
-
-
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over all that is imported and collected."""
-    gc.collect()
-    gc.freeze()
 
 
 def file_and_mark(item: pytest.Item) -> tuple[str, bool]:

@@ -63,7 +63,7 @@ def check_steps(
     torch.set_num_threads(1)
     rng = np.random.default_rng(nextn)
     seen = Seen()
-    for length in (1, 2, CHUNK, CHUNK + 1, 11) * (1 + nextn // 5):
+    for length in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 11) * (1 + nextn // 5):
         programs, reference = make()
         prompt = rng.integers(0, reference.config.vocab_size, length).tolist()
         run = Run(programs, reference, nextn, drafter, CHUNK, rng, adaptive)
