@@ -11,7 +11,6 @@ from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, shaped_probs_op
-from mtpbuild.plugins.accept_mixed.edits import without_banned
 from mtpbuild.plugins.accept_mixed.op import (
     Verdict,
     accept_mixed,
@@ -22,6 +21,7 @@ from mtpbuild.plugins.accept_mixed.op import (
 from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls, list_controls
+from mtpbuild.plugins.logit_edits import without_banned
 from mtpbuild.plugins.penalties import READ, apply_penalties, record_window
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed.block import verify_block
-from mtpbuild.plugins.accept_mixed.edits import edit_logits
 from mtpbuild.plugins.accept_rewind.op import empty_verdict
+from mtpbuild.plugins.block_verification import verify_block
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.definition import define
+from mtpbuild.plugins.logit_edits import edit_logits
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
     ACCEPT,

@@ -16,8 +16,8 @@ SWITCH_GAIN = 1.03  # required gain of a change, as the change's own step verifi
 TRIAL_SHARE = 0.01  # most of a request's time that trials may lose
 TRIAL_STEPS = 2  # steps of a trial after its first one, which has too few drafts to verify
 TRIAL_GAIN = 3.0  # required expected gain of a trial, over what it is expected to lose
-# What a trial finds out is worth something for this many tokens at most: texts change. The loss
-# that a new request allows is that of this many tokens at most: few requests are longer.
+# A trial's result is used for this many tokens at most, as texts change; and a new request's share
+# of trials is reckoned for this many tokens at most, as most requests end long before `max_tokens`.
 HORIZON = 200
 
 

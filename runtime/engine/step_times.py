@@ -87,7 +87,7 @@ class StepTimes:
 
     def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
         """Correct the times by a step's measured seconds."""
-        ratio = seconds / float(self.seconds(size)[nextn])
+        ratio = max(seconds, 1e-9) / float(self.seconds(size)[nextn])
         if not self._known:  # the first step says what a guess is in seconds
             self._scale, self._known = ratio, True
             return

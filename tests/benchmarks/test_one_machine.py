@@ -347,7 +347,14 @@ def test_tables_of_a_section_that_nobody_answered() -> None:
     script, section, machine = (benchmark(n) for n in ("one_machine", "one.section", "one.machine"))
     able = machine.Machine(((1e9, 1e9),), 1e9, 1e9)
     cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}
-    names = ("nextn 0", "nextn 1", "nextn 3", "drafting", "drafting, a quarter")
+    names = (
+        "nextn 0",
+        "nextn 1",
+        "nextn 3",
+        "nextn 0, int8 caches",
+        "drafting",
+        "drafting, a quarter",
+    )
     data: dict[str, Any] = {
         "whole": True, "layers": 26, "bits": 4.4, "most_on_disk": 0,
         "sizes": dict.fromkeys(names, 10**9), "row_bytes": dict.fromkeys(names, 4),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.program.accept import MixedAcceptance
-from mtpbuild.plugins.accept_mixed.edits import without_forbidden
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
+from mtpbuild.plugins.logit_edits import without_forbidden
 from mtpbuild.runtime.constraints.grammar import Matcher
 from mtpbuild.runtime.contract.controls import GREEDY, WORD
 from mtpbuild.runtime.contract.programs import Constraint

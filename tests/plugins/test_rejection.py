@@ -15,8 +15,8 @@ from torch import Tensor
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
-from mtpbuild.plugins.accept_mixed.block import verify_block
 from mtpbuild.plugins.accept_mixed.op import Judged
+from mtpbuild.plugins.block_verification import verify_block
 from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
