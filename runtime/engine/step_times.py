@@ -69,9 +69,9 @@ class StepTimes:
         self._sizes = sorted(slots)
         self._times = np.array([slots[size] for size in self._sizes])  # [sizes, nextn + 1]
         short = self._times[0]
-        self._per_mixed_slot = np.maximum(np.array(table.mixed or short) - short, 0)
-        more = np.maximum(np.array(table.long or short) - short, 0)
-        self._per_row = more / max(long_rows - SHORT, 1)
+        self._per_mixed_slot = _fit_line(np.array(table.mixed or short) - short)
+        self._per_row = _fit_line(np.array(table.long or short) - short)
+        self._per_row /= max(long_rows - SHORT, 1)
         self._scale = 1.0
         self._own = np.ones(nextn + 1)
         self._known = bool(table.slots)
@@ -95,6 +95,18 @@ class StepTimes:
         self._scale *= ratio**SHARED_RATE
         self._own **= OWN_DECAY
         self._own[nextn] *= ratio**OWN_RATE
+
+
+def _fit_line(seconds: Seconds) -> Seconds:
+    """Return a line through seconds by nextn, of at least 0; a disturbed one hardly moves it.
+
+    Each further draft samples one row and attends to all rows once more. The line has the median of
+    all slopes between two points (Theil and Sen).
+    """
+    k = np.arange(len(seconds))
+    i, j = np.triu_indices(len(seconds), 1)
+    slope = np.median((seconds[j] - seconds[i]) / (j - i)) if len(seconds) > 1 else 0.0
+    return np.maximum(np.median(seconds - slope * k) + slope * k, 0)
 
 
 def open_step_times(

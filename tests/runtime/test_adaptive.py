@@ -198,6 +198,13 @@ def test_step_times_are_interpolated_and_follow_the_machine() -> None:
     assert times.seconds(load) == pytest.approx([2, 4], rel=0.15)
 
 
+def test_a_disturbed_measurement_hardly_moves_the_others() -> None:
+    short, mixed = [1.0, 1.5, 1.7, 1.9, 2.2, 2.4], [0.1, 0.2, 0.3, 0.4, 0.5, 5.0]
+    table = StepTable(slots={1: short}, mixed=[a + b for a, b in zip(short, mixed, strict=True)])
+    found = StepTimes(5, table).seconds(StepSize(1, SHORT, mixed=True)) - np.array(short)
+    assert found == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+
+
 def test_an_engine_without_measured_times_guesses_and_counts_what_it_drafted() -> None:
     manifest = fake_manifest(nextn=MOST, max_seq_len=1000)
     build = manifest.build.model_copy(update={"adaptive": True})
