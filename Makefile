@@ -31,7 +31,7 @@ fix: venv
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i plugins/cpu/source/*.h plugins/cpu/source/*.cpp
 
-test: venv  ## the suite, about 18 minutes on 2 cores
+test: venv  ## the suite, about 15 minutes on 2 cores
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"
 
 test-full: venv  ## and the larger matrix; with PART=NAME one of its parts, each of at most an hour
