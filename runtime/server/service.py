@@ -81,7 +81,7 @@ class Service:
         self.open = 0  # admitted choices that have not been answered
         self.reading = Pool("reading", READERS, settings.max_queue + READERS, READ_BUSY)
         self.compiling = Pool("compiling", COMPILERS, FORMS, COMPILE_BUSY)
-        self._limits: set[asyncio.Timeout] = set()  # time limits of what runs
+        self._limits: set[asyncio.Timeout] = set()  # time limits of the requests that run
         self._cut_off = False  # the drain timeout has passed: unfinished requests fail
         self._trial: asyncio.Task[None] | None = None  # tries the engine after a failed step
 

@@ -4,14 +4,22 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.engine.acceptance import LEVELS, PRIOR, AcceptanceModel
 from mtpbuild.runtime.engine.adaptive import TRIAL_SHARE, AdaptiveNextn
-from mtpbuild.runtime.engine.step_times import SHORT, StepSize, StepTable, StepTimes
+from mtpbuild.runtime.engine.step_times import (
+    SHORT,
+    StepSize,
+    StepTable,
+    StepTimes,
+    open_step_times,
+)
 from tests.support.fakes import FakePrograms, continuation, fake_manifest
 
 MOST, TOKENS, SKIPPED = 5, 288, 32  # of a request; the first ones are not measured
@@ -205,10 +213,38 @@ def test_a_disturbed_measurement_hardly_moves_the_others() -> None:
     assert found == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
-def test_an_engine_without_measured_times_guesses_and_counts_what_it_drafted() -> None:
+def test_step_times_are_measured_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is damaged or of another engine is measured again; the slots stay free."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    manifest = adaptive_manifest()
+    programs = FakePrograms(manifest)
+    open_step_times(programs, manifest, 1, 60.0)
+    (kept,) = (tmp_path / "mtpbuild" / "step-times").iterdir()
+    text, steps = kept.read_text(), programs.steps
+    table = StepTable.model_validate_json(text)
+    assert all(len(each) == MOST + 1 for each in (table.slots[1], table.mixed, table.long))
+    assert set(programs.told) == {*range(MOST + 1)}
+    open_step_times(programs, manifest, 1, 60.0)
+    assert (kept.read_text(), programs.steps) == (text, steps)
+    for damaged in ("{", text.replace("[", "[-1.0,", 1)):
+        kept.write_text(damaged)
+        open_step_times(programs, manifest, 1, 60.0)
+        assert programs.steps > steps
+        steps = programs.steps
+    open_step_times(programs, manifest, 2, 0.0)  # another number of threads, and no time
+    assert programs.steps == steps
+
+
+def adaptive_manifest() -> Manifest:
     manifest = fake_manifest(nextn=MOST, max_seq_len=1000)
     build = manifest.build.model_copy(update={"adaptive": True})
-    manifest = manifest.model_copy(update={"build": build})
+    return manifest.model_copy(update={"build": build})
+
+
+def test_an_engine_without_measured_times_guesses_and_counts_what_it_drafted() -> None:
+    manifest = adaptive_manifest()
     programs = FakePrograms(manifest, draft_is_right=lambda position: position % 3 != 0)
     engine = Engine(programs, manifest)
     prompt = [5, 6, 7]
