@@ -1,13 +1,14 @@
 """Measures a long prompt beside running users: how much each slows the other down.
 
-    python benchmarks/long_prompt.py engines/tiny_n3_b8 [--prompt 2047] [--users 4] [--chunk 64]
+    python benchmarks/long_prompt.py engines/tiny_n3_b8 [--prompt 2047] [--users 4]
+        [--chunked-prefill-size 64]
 
 A chunk of the prompt runs between two steps of the users. It prints how long a step of theirs takes
 meanwhile, over a step without the prompt, and how long the prompt takes, over the time without
 users. Chunks and steps take turns, so these two can't both be small: if steps have the share s of
 the time, a step takes 1 / s as long, and the prompt 1 / (1 - s).
 
---chunk takes fewer tokens at a time than the engine's chunks have. Medians of --rounds.
+--chunked-prefill-size is that of `mtpbuild serve`. Medians of --rounds.
 """
 
 import statistics
@@ -55,7 +56,7 @@ class Clock:
 
 def measure(engine: Engine, prompt: list[int], users: int) -> Clock:
     clock, build = Clock(), engine.manifest.build
-    chunks = -(-len(prompt) // engine._loop._chunk)
+    chunks = -(-len(prompt) // engine._loop._chunk_beside)
     steps = min((chunks + users + AFTER) * (build.nextn + 1), build.max_seq_len - USER_PROMPT)
     prompts = [[5 + user + i for i in range(USER_PROMPT)] for user in range(users)] + [prompt]
     params = [SamplingParams(steps, ignore_eos=True)] * users + [SamplingParams(1, ignore_eos=True)]
@@ -64,13 +65,14 @@ def measure(engine: Engine, prompt: list[int], users: int) -> Clock:
 
 
 def main() -> None:
-    arguments = parse_flags(__doc__, "engine", prompt=2047, users=4, rounds=3, chunk=None)
-    with Engine.load(arguments.engine, prefix_cache=False) as engine:
+    arguments = parse_flags(
+        __doc__, "engine", prompt=2047, users=4, rounds=3, chunked_prefill_size=None
+    )
+    size = arguments.chunked_prefill_size
+    with Engine.load(arguments.engine, prefix_cache=False, chunked_prefill_size=size) as engine:
         build = engine.manifest.build
         if arguments.prompt >= build.max_seq_len or arguments.users >= build.slots:
             sys.exit(f"the engine has {build.slots} slots of {build.max_seq_len} tokens")
-        if arguments.chunk:
-            engine._loop._chunk = arguments.chunk
         prompt = [7 + i % 200 for i in range(arguments.prompt)]
         measure(engine, prompt, 0)
         alone, beside = list[Clock](), list[Clock]()

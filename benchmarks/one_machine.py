@@ -24,6 +24,7 @@ from typing import Any
 from one.adaptive import Adaptive
 from one.contexts import Contexts
 from one.machine import machine_of, measure_machine
+from one.pages import Pages
 from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
@@ -51,6 +52,8 @@ SECTIONS: dict[str, Section] = {
     "contexts": Contexts(),
     "prompts": Prompts(),
     "adaptive": Adaptive(),
+    "pages": Pages(MOE),
+    "pages-dense": Pages(DENSE),
     "hybrid": hybrid(HYBRIDS[0], 3),
     "hybrid-4b": hybrid(HYBRIDS[1], 2),
     "hybrid-9b": hybrid(HYBRIDS[2], 2),

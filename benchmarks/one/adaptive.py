@@ -1,8 +1,10 @@
-"""Measures `--nextn auto` against nextn 0 where drafts are accepted at fixed rates.
+"""Measures `--nextn auto` where drafts are accepted at fixed rates.
 
-Requests whose drafts are forced run the mixed program, so nextn 0 runs it in this comparison, too.
-Plain requests are also measured: with the model's random weights their drafts are never accepted.
-The first tokens of a request, from which the choice of nextn learns, are not counted.
+It is compared with an engine of nextn 0, and with the best fixed number of drafts: programs of the
+same engine, each with the time of its step and the tokens that the rate lets it emit. Requests
+whose drafts are forced run the mixed program, so nextn 0 runs it in this comparison, too. Plain
+requests are also measured: with the model's random weights their drafts are never accepted. The
+first tokens of a request, from which the choice of nextn learns, are not counted.
 """
 
 import statistics
@@ -20,13 +22,15 @@ from one.shapes import small
 from one.sides import Measured, decode, ours, take_turns
 
 MOST = 5  # drafts of `--nextn auto`
+COUNTS = range(MOST + 1)
 PLAIN, AUTO = "nextn 0", "nextn auto"
 ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, if those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
-STEPS = 120
+STEPS, FIXED_STEPS = 120, 16
 SKIPPED = 32  # tokens at the start of each request that are not counted
 WEIGHTS = "int8"
 AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
+AIM_BEST = Aim(0.96, at_least=True)  # of the best fixed number's
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,15 @@ class Case:
     def rates(self) -> tuple[float, ...] | None:
         odds = self.odds
         return None if odds is None else tuple(odds**i for i in range(1, MOST + 1))
+
+    def tokens(self, nextn: int) -> float:
+        """Return the expected tokens of a request's step with that many drafts."""
+        return 1 + sum((self.rates or (0.0,) * MOST)[:nextn])
+
+    def fixed(self, nextn: int) -> str:
+        """Return the name of the ask whose steps have that many drafts; its odds don't matter."""
+        program = "plain" if self.odds is None else "mixed"
+        return f"{self.context} x {self.batch}, {program}, {nextn}"
 
     def without(self) -> "Case":
         """Return the case for the engine without drafts that it is compared with."""
@@ -73,6 +86,9 @@ class Adaptive:
                 STEPS, *load, rates=None if case.odds is None else ()
             )
             asks[str(case)] = decode(STEPS, *load, rates=case.rates)
+            if case.odds in (None, ODDS[0]):
+                steps = (decode(FIXED_STEPS, *load, rates=case.rates, nextn=k) for k in COUNTS)
+                asks |= zip(map(case.fixed, COUNTS), steps, strict=True)
         sides = [
             ours(PLAIN, plain, without, shop.vocabulary),
             ours(AUTO, auto, asks, shop.vocabulary),
@@ -80,8 +96,9 @@ class Adaptive:
         return {"layers": shape.config.num_hidden_layers, "rounds": take_turns(sides, run)}
 
     def tables(self, found: Found) -> list[Table]:
+        shape = f"64 experts, {found.data['layers']} layers, {WEIGHTS}"
         title = (
-            f"64 experts, {found.data['layers']} layers, {WEIGHTS}: tokens/s over nextn 0's ({AIM})"
+            f"{shape}: tokens/s over nextn 0's ({AIM}); over the best fixed nextn's ({AIM_BEST})"
         )
         grid = Table("cached x requests", "nextn 0, tokens/s", title=title, title_justify="left")
         for odds in (None, *ODDS):
@@ -92,7 +109,7 @@ class Adaptive:
             plain = speed(found.measured, PLAIN, cases[0])
             cell = NONE if plain is None else f"{plain:.4g}"
             grid.add_row(
-                f"{load[0]:,} x {load[1]}", cell, *(ratio(found.measured, case) for case in cases)
+                f"{load[0]:,} x {load[1]}", cell, *(ratios(found.measured, case) for case in cases)
             )
         return [grid]
 
@@ -109,9 +126,26 @@ def speed(measured: Measured, side: str, case: Case) -> float | None:
     return statistics.median(found) if found else None
 
 
-def ratio(measured: Measured, case: Case) -> str:
-    found = over(speed(measured, AUTO, case), speed(measured, PLAIN, case.without()))
-    if found is None:
+def best_fixed(measured: Measured, case: Case) -> tuple[float, int] | None:
+    """Return the tokens per second of the best fixed nextn, and that nextn."""
+    seconds = [measured.step(AUTO, case.fixed(nextn)) for nextn in COUNTS]
+    found = [
+        (case.batch * case.tokens(nextn) / each, nextn)
+        for nextn, each in enumerate(seconds)
+        if each is not None
+    ]
+    return max(found, default=None)
+
+
+def ratios(measured: Measured, case: Case) -> str:
+    """Show the speed over nextn 0's, and over the best fixed nextn's with that nextn."""
+    own, best = speed(measured, AUTO, case), best_fixed(measured, case)
+    first = over(own, speed(measured, PLAIN, case.without()))
+    if best is None or first is None or own is None:
         return NONE
-    color = "green" if AIM.reached(found) else "red"
-    return f"[{color}]{found:.2f}[/{color}]"
+    return f"{colored(first, AIM)}; {colored(own / best[0], AIM_BEST)} ({best[1]})"
+
+
+def colored(value: float, aim: Aim) -> str:
+    color = "green" if aim.reached(value) else "red"
+    return f"[{color}]{value:.2f}[/{color}]"

@@ -30,7 +30,7 @@ class Side:
     """An engine of ours or a GGUF file, and the asks for it, by name.
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
-    the MTP module of its file.
+    the MTP module of its file. huge_pages: where our side keeps the weights.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Side:
     vocabulary: int
     rows: int = 2048
     drafts: int = 0
+    huge_pages: bool = False
 
     @property
     def script(self) -> str:
@@ -52,6 +53,7 @@ class Side:
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts}
+        job |= {"huge_pages": self.huge_pages}
         command = [str(self.python), self.script, json.dumps(job)]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}
@@ -63,8 +65,10 @@ class Side:
         return found | ({"error": {"message": process.error}} if process.error else {})
 
 
-def ours(name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int) -> Side:
-    return Side(name, Path(sys.executable), engine, asks, vocabulary)
+def ours(
+    name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int, *, huge_pages: bool = False
+) -> Side:
+    return Side(name, Path(sys.executable), engine, asks, vocabulary, huge_pages=huge_pages)
 
 
 def decode(
@@ -74,14 +78,16 @@ def decode(
     filled: bool = True,
     rates: Sequence[float] | None = None,
     window: int = 1,
+    nextn: int | None = None,
 ) -> dict[str, Any]:
-    """Return an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's.
+    """Return an ask for side.py's `decode`; rates and nextn are for our side, a window for theirs.
 
     rates: how often the first draft, the first two and so on are accepted. (): no drafts, but the
-    same program. None: the greedy program, where the model judges the drafts.
+    same program. None: the greedy program, where the model judges the drafts. nextn: of all steps
+    of an adaptive engine, in place of its choice.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
-    return ask | {"filled": filled, "rates": rates, "window": window}
+    return ask | {"filled": filled, "rates": rates, "window": window, "nextn": nextn}
 
 
 def prompt(length: int, times: int = 2) -> dict[str, Any]:

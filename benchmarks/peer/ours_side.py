@@ -2,14 +2,15 @@
 
 import math
 import time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from side import Answer, Ask, serve, tokens
 
 import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (imported before the clock starts)
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.programs import Bools, StepOutput
+from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs, StepOutput
+from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
 
 POOL = 1024  # different rows in a filled cache
 
@@ -64,10 +65,22 @@ class Watched:
         self.empty = False
 
 
+class FixedNextn(StepLauncher):
+    """Steps of an adaptive engine with one number of drafts, in place of its choice."""
+
+    def __init__(self, nextn: int) -> None:
+        self._nextn = nextn
+
+    def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
+        cast(Adaptive, programs).draft(self._nextn)
+        return super().launch(programs, running, active, rows)
+
+
 class Ours:
     def __init__(self, job: Ask) -> None:
         self.vocabulary = job["vocabulary"]
-        self.engine = Engine.load(job["path"], threads=job["threads"], prefix_cache=False)
+        how = {"threads": job["threads"], "huge_pages": job["huge_pages"]}
+        self.engine = Engine.load(job["path"], prefix_cache=False, **how)
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype != "bfloat16"]
         # This name is not public; `loop_overhead.py` uses it too.
@@ -87,8 +100,11 @@ class Ours:
         accepting = {} if rates is None else synthetic(rates) if rates else controlled(most)
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
+        launcher = self.loop._launcher
+        if (nextn := ask.get("nextn")) is not None:
+            self.loop._launcher = FixedNextn(nextn)
         results = self.engine.generate(prompts, params)
-        self.loop._chunk = chunk
+        self.loop._chunk, self.loop._launcher = chunk, launcher
         ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
         self.watched.begin_watch(1, None)

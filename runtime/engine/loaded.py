@@ -61,6 +61,7 @@ class LoadedEngine:
         overlap: bool = True,
         prefix_cache: PrefixCache | None = None,
         step_times: StepTimes | None = None,
+        chunked_prefill_size: int | None = None,
     ) -> None:
         self.folder: Path | None = None  # that it was loaded from
         self.manifest = manifest
@@ -72,6 +73,7 @@ class LoadedEngine:
             overlap=overlap,
             prefix_cache=prefix_cache,
             step_times=step_times,
+            chunked_prefill_size=chunked_prefill_size,
         )
         self._driver = Driver(self._loop)
         self.totals = RequestTotals(manifest.build.max_seq_len)
@@ -88,6 +90,7 @@ class LoadedEngine:
         prefix_cache: bool = True,
         prefix_cache_bytes: int | None = None,
         prefix_cache_dir: str | Path | None = None,
+        chunked_prefill_size: int | None = None,
         warm: Sequence[SamplingParams] = (),
         chat_template: str | Path | None = None,
         **options: Any,
@@ -114,6 +117,9 @@ class LoadedEngine:
                 it.
             prefix_cache_dir: a folder that keeps these rows for later processes, up to the same
                 number of bytes. Prefixes that were added to the engine are always used.
+            chunked_prefill_size: tokens of a prompt that are filled in between two steps of other
+                requests, at most as many as the engine's chunks have; None: as many. Fewer make the
+                steps come sooner, and the prompt take longer.
             warm: settings of later requests, whose programs are loaded and run once now;
                 statistics ignore these runs.
             chat_template: a Jinja file in place of the engine's chat templates.
@@ -125,6 +131,8 @@ class LoadedEngine:
             raise RequestError(f"threads must be a number from 1, not {threads}")
         if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
             raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
+        if chunked_prefill_size is not None and chunked_prefill_size < 1:
+            raise RequestError(f"chunked_prefill_size must be from 1, not {chunked_prefill_size}")
         folder = Path(path)
         manifest = read_manifest(folder)
         limited = _with_context(manifest, max_seq_len)
@@ -151,6 +159,7 @@ class LoadedEngine:
                 overlap=overlap,
                 prefix_cache=cache,
                 step_times=times,
+                chunked_prefill_size=chunked_prefill_size,
             )
             engine.folder = folder
             return engine

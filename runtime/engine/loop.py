@@ -61,6 +61,7 @@ class Loop:
         overlap: bool = True,
         prefix_cache: PrefixCache | None = None,
         step_times: StepTimes | None = None,
+        chunked_prefill_size: int | None = None,
     ) -> None:
         build = manifest.build
         self.programs = programs
@@ -77,6 +78,7 @@ class Loop:
         if overlap and Feature.OVERLAP in programs.features:
             self._launcher = OverlappingLauncher()
         self._window, self._chunk = manifest.window, build.prefill_chunk
+        self._chunk_beside = min(chunked_prefill_size or self._chunk, self._chunk)
         self._launched: LaunchedStep | None = None
 
     def step(self) -> None:
@@ -200,7 +202,8 @@ class Loop:
 
     def _fill_chunk(self, filling: Filling) -> None:
         request, slot, at = filling.request, filling.slot, filling.at
-        end = min(at + self._chunk, filling.end)
+        chunk = self._chunk_beside if self.scheduler.running else self._chunk
+        end = min(at + chunk, filling.end)
         if self.prefix_cache is not None:
             end = self.prefix_cache.end_of_chunk(filling, end)
         tokens = self._tokens(request.prompt, at, end)

@@ -64,6 +64,7 @@ def serve(
     _check(65535, port=port)
     _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
     _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
+    _check(10**9, 1, chunked_prefill_size=own.chunked_prefill_size)
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
     # Reading the manifests fails before listening if a folder is not an engine.
     engines = read_engines(engine, own.served_model_name)
@@ -161,7 +162,7 @@ def _load(
     return loaded
 
 
-def _check(most: int, **given: float | None) -> None:
+def _check(most: int, least: int = 0, **given: float | None) -> None:
     for name, value in given.items():
-        if value is not None and not 0 <= value <= most:
-            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: 0 to {most}")
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: {least} to {most}")

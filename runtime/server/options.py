@@ -38,6 +38,9 @@ class ReplicaFlags:
     prefix_cache_dir: Path | None = flag(
         None, "Folder where it is kept for the next server, too; of this server alone."
     )
+    chunked_prefill_size: int | None = flag(
+        None, "Tokens of a prompt between two steps of others; default: the engine's chunk."
+    )
     chat_template: Path | None = flag(None, "Jinja file in place of the engine's chat template.")
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
@@ -59,6 +62,7 @@ class ReplicaFlags:
             prefix_cache=not self.no_prefix_cache,
             prefix_cache_bytes=self.prefix_cache_bytes,
             prefix_cache_dir=self.prefix_cache_dir,
+            chunked_prefill_size=self.chunked_prefill_size,
             chat_template=self.chat_template,
             warm=[SamplingParams(), SamplingParams(temperature=1.0)],
             **options,

@@ -65,6 +65,17 @@ def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> Non
     ]
 
 
+def test_a_prompt_beside_running_requests_has_smaller_chunks() -> None:
+    engine, programs = fake_engine(
+        prefill_chunk=4, max_batch=2, lookahead=0, chunked_prefill_size=2
+    )
+    engine.generate([[9], list(range(10, 17))], SamplingParams(max_tokens=3 * 4))
+    assert [tokens for _, _, tokens in programs.chunks] == [[10, 11], [12, 13], [14, 15]]
+    programs.chunks.clear()
+    engine.generate(list(range(20, 27)), SamplingParams(max_tokens=1))
+    assert [tokens for _, _, tokens in programs.chunks] == [[20, 21, 22, 23], [24, 25]]
+
+
 def test_a_prompt_of_one_token_needs_no_prefill() -> None:
     engine, programs = fake_engine()
     engine.generate([7], SamplingParams(max_tokens=1))

@@ -83,12 +83,12 @@ def test_the_flag_names_every_form_of_tool_calls() -> None:
 def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
-        "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template", "--drain-timeout",
-        "--engine", "--host", "--huge-pages", "--keep", "--log-requests", "--max-body",
-        "--max-queue", "--max-seq-len", "--no-access-log", "--no-cuda-graphs", "--no-prefix-cache",
-        "--no-thinking-split", "--port", "--prefix-cache-bytes", "--prefix-cache-dir", "--provider",
-        "--request-timeout", "--served-model-name", "--threads", "--tool-call-parser",
-        "--verify-hashes",
+        "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template",
+        "--chunked-prefill-size", "--drain-timeout", "--engine", "--host", "--huge-pages", "--keep",
+        "--log-requests", "--max-body", "--max-queue", "--max-seq-len", "--no-access-log",
+        "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
+        "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
+        "--served-model-name", "--threads", "--tool-call-parser", "--verify-hashes",
     ]  # fmt: skip
 
 

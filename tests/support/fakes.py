@@ -339,6 +339,7 @@ def fake_engine(
     next_token: NextToken = mixed,
     draft_is_right: Callable[[int], bool] = lambda position: True,
     step_s: float = 0.0,
+    chunked_prefill_size: int | None = None,
     **sizes: Any,
 ) -> tuple[Engine, FakePrograms]:
     """Make an engine over fake programs; returns them too. `sizes` are those of its manifest.
@@ -350,4 +351,11 @@ def fake_engine(
         manifest, next_token=next_token, draft_is_right=draft_is_right, step_s=step_s
     )
     pool = None if limit is None else PrefixCache(programs, manifest, limit)
-    return Engine(programs, manifest, tokenizer or shared_tokenizer(), prefix_cache=pool), programs
+    engine = Engine(
+        programs,
+        manifest,
+        tokenizer or shared_tokenizer(),
+        prefix_cache=pool,
+        chunked_prefill_size=chunked_prefill_size,
+    )
+    return engine, programs
