@@ -54,4 +54,9 @@ def read_json(path: Path, most: int = MOST_TEXT) -> Any:
 
 def user_cache_folder() -> Path:
     """Return the folder of files that are safe to delete, below XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mtpbuild"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "mtpbuild"
+    try:
+        return Path.home() / ".cache" / "mtpbuild"
+    except RuntimeError:  # a container whose user is not in its passwd
+        raise OSError(errno.ENOENT, "this user has no home folder: set XDG_CACHE_HOME") from None

@@ -116,10 +116,10 @@ def open_step_times(
 
     seconds: after this time no further points are measured; a later call measures them.
     """
-    path = _path(manifest, threads)
-    table = _read(path, manifest.build.nextn)
+    table = _read(manifest, threads)
     if _measure(cast(Adaptive, programs), manifest, table, seconds):
         try:
+            path = _path(manifest, threads)
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f"{path.name}.{os.getpid()}")
             part.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -136,10 +136,11 @@ def _path(manifest: Manifest, threads: int | None) -> Path:
     return user_cache_folder() / "step-times" / f"{name}.json"
 
 
-def _read(path: Path, nextn: int) -> StepTable:
+def _read(manifest: Manifest, threads: int | None) -> StepTable:
     """Read a table; return an empty one if there is none, or if it is not this engine's."""
+    nextn = manifest.build.nextn
     with contextlib.suppress(OSError, ValidationError):
-        table = StepTable.model_validate_json(read_text(path))
+        table = StepTable.model_validate_json(read_text(_path(manifest, threads)))
         lists = [*table.slots.values(), table.mixed, table.long]
         numbers = [number for each in lists for number in each]
         if all(len(each) in (0, nextn + 1) for each in lists) and min(numbers, default=1) > 0:

@@ -237,6 +237,22 @@ def test_step_times_are_measured_once_and_kept(
     assert programs.steps == steps
 
 
+def test_without_a_home_folder_step_times_are_measured_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container whose user is not in its passwd."""
+
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    programs = FakePrograms(manifest := adaptive_manifest())
+    open_step_times(programs, manifest, 1, 60.0)
+    assert programs.steps
+    assert "no home folder: set XDG_CACHE_HOME" in caplog.text
+
+
 def adaptive_manifest() -> Manifest:
     manifest = fake_manifest(nextn=MOST, max_seq_len=1000)
     build = manifest.build.model_copy(update={"adaptive": True})
