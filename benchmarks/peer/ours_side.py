@@ -96,7 +96,9 @@ class Ours:
         # Requests start one by one, with a step between them; the last one to start must still have
         # all its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
-        chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
+        chunk = self.loop._chunk
+        if ask["filled"]:
+            self.loop._chunk = self.loop._chunk_beside = context
         accepting = {} if rates is None else synthetic(rates) if rates else controlled(most)
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
@@ -104,7 +106,8 @@ class Ours:
         if (nextn := ask.get("nextn")) is not None:
             self.loop._launcher = FixedNextn(nextn)
         results = self.engine.generate(prompts, params)
-        self.loop._chunk, self.loop._launcher = chunk, launcher
+        self.loop._chunk = self.loop._chunk_beside = chunk
+        self.loop._launcher = launcher
         ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
         self.watched.begin_watch(1, None)
