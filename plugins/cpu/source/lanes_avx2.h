@@ -114,6 +114,11 @@ inline Ints first_sum(int32_t inputs) {
   const __m256i c = _mm256_set1_epi32(VNNI ? -(1 << (BITS - 1)) * inputs : 0);
   return {c, c};
 }
+// Returns a sum that GCC must not add up as a tree, for which it would keep all products in memory.
+inline __m256i add_one_by_one(__m256i sum) {
+  __asm__("" : "+x"(sum));
+  return sum;
+}
 template <int BITS>
 inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
 #ifdef __AVXVNNI__
@@ -126,8 +131,7 @@ inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
-  __asm__("" : "+x"(sum));  // or GCC keeps all products, and adds them as a tree
-  return sum;
+  return add_one_by_one(sum);
 }
 template <int BITS>
 inline Ints last_sum(Ints sum, int32_t inputs) {
@@ -172,7 +176,7 @@ inline __m256i dot4_signed(__m256i sum, __m256i w, __m256i x) {
   return _mm256_dpbusd_avx_epi32(sum, x, w);
 #else
   __m256i pairs = _mm256_maddubs_epi16(x, w);  // at most 127 * 128 * 2
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  return add_one_by_one(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
 #endif
 }
 inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
@@ -220,7 +224,7 @@ inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) {
 #else
   auto add = [&](__m256i sum, __m256i w) {
     __m256i pairs = _mm256_maddubs_epi16(w, x);
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return add_one_by_one(_mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
   };
   return {add(sum.a, w.a), add(sum.b, w.b)};
 #endif
