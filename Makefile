@@ -1,6 +1,7 @@
 # Everything happens in .venv: no activation, no set-up beyond python3.11+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS = -n 2 --dist loadgroup --no-loadscope-reorder  # tests/conftest.py has the order
 PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_14_0_arm64 win_amd64
 
 .PHONY: venv run check fix test test-full test-tensorrt bench-check api-docs dist dist-all clean
@@ -32,10 +33,10 @@ fix: venv
 	$(BIN)/clang-format -i plugins/cpu/source/*.h plugins/cpu/source/*.cpp
 
 test: venv  ## the suite, about 15 minutes on 2 cores
-	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"
+	$(BIN)/pytest $(WORKERS) -m "not full"
 
 test-full: venv  ## and the larger matrix; with PART=NAME one of its parts, each of at most an hour
-	$(BIN)/pytest -n 2 --dist loadgroup $(PART:%=--part %)
+	$(BIN)/pytest $(WORKERS) $(PART:%=--part %)
 
 test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB in .venv-rtx
 	test -d .venv-rtx || tools/tensorrt_rtx_env.sh

@@ -1,5 +1,6 @@
 """Engines for the tests, each built once per run and shared by all workers."""
 
+import gc
 import os
 import shutil
 import sys
@@ -12,7 +13,7 @@ from filelock import FileLock
 
 from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder
-from tests.support.parts import PARTS, part_of
+from tests.support.parts import FIRST, PARTS, part_of
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network,
@@ -48,9 +49,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     for item in items:
-        group = item.get_closest_marker("xdist_group")
-        if group is not None and group.args == ("inductor",):
+        if group_of(item) == "inductor":
             item.add_marker(needs_compiler)
+    items.sort(key=lambda item: FIRST.index(group_of(item)) if group_of(item) in FIRST else 99)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made, millions of objects, out of later collections of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def group_of(item: pytest.Item) -> str:
+    group = item.get_closest_marker("xdist_group")
+    return item.path.stem if group is None else str(group.args[0])
 
 
 def file_and_mark(item: pytest.Item) -> tuple[str, bool]:

@@ -24,6 +24,7 @@ from mtpbuild.builder.cli import app
 from mtpbuild.runtime import Engine, RequestMetrics, Result, SpeculativeDecoding
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, TargetInfo
 from tests.support.fake_target import quick_target
+from tests.support.forecasts import counted_once
 from tests.support.inductor_engines import touch
 from tests.support.invoke import invoke
 from tests.support.live_server import live
@@ -174,7 +175,7 @@ def used(
     (folder / "engines").mkdir()
     for nextn in (0, 3):
         (folder / "engines" / f"tiny_n{nextn}").symlink_to(tiny_engine(nextn))
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), counted_once():
         yield folder
 
 

@@ -129,7 +129,13 @@ def test_a_steps_bound_counts_what_a_step_reads() -> None:
     assert shown[-1] == "2.00"
 
 
-@pytest.mark.parametrize("name", ["acceptance", "loop_overhead", "roofline"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acceptance",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("loop_overhead", "roofline")),
+    ],
+)
 def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

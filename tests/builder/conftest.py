@@ -1,6 +1,6 @@
 """A small checkpoint, and a compiler without torch.export for tests of what is around it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.runtime import Engine
+from tests.support import installed
 from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.compiler import COMPILER, NONE
 from tests.support.engines import EngineBuilder
-from tests.support.fake_target import quick_target
+from tests.support.fake_target import all_but_mixed_of, quick_target
 from tests.support.inductor_engines import touch
 
 
@@ -53,6 +54,20 @@ def predictable_engine(predictable_folder: Path, build_engine: EngineBuilder) ->
         own = {} if "target" in flags else {"portable": False}
         options = {"prefill_chunk": 4, "max_batch": 3 if nextn else 1} | own | flags
         return build_engine(predictable_folder, nextn, drafter, **options)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def with_rules(predictable_engine: EngineBuilder) -> Callable[[], Path]:
+    """with_rules() -> predictable_engine(3) with the rules that `installed.RULES` has, installed.
+
+    Only the step that samples is compiled anew.
+    """
+
+    def build() -> Path:
+        with all_but_mixed_of(predictable_engine(3)):
+            return predictable_engine(3, acceptance_rules=(*installed.RULES,))
 
     return build
 

@@ -284,17 +284,17 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick", "fake_programs")
 def test_the_command(smallest: Path, lines_file: Path) -> None:
-    flags = ("--model", smallest, "--nextn", "auto,1,3", "--dataset", lines_file)
+    flags = ("--model", smallest, "--nextn", "auto,1", "--dataset", lines_file)
     code, out, err = invoke(*flags, "--out", "results", "--concurrency", "2")
     assert (code, err) == (0, "")
     assert "small, ids: 4 requests, 12 prompt and 48 output tokens, concurrency 2" in out
     assert "same output as nextn 0" in out
-    assert out.count("4 of 4") == 4
+    assert out.count("4 of 4") == 3
     assert "wrote results/bench.json and its picture" in out
     document = json.loads(Path("results/bench.json").read_text())
-    assert [r["nextn"] for r in document["results"]] == [0, 1, 3, "auto"]
+    assert [r["nextn"] for r in document["results"]] == [0, 1, "auto"]
     costs = [r["verify_cost"] is None for r in document["results"]]  # it has no verifier
-    assert costs == [False, False, False, True]
+    assert costs == [False, False, True]
     assert document["settings"]["num_requests"] == 4
     assert Path("results/bench.png").read_bytes().startswith(b"\x89PNG")
     code, out, err = invoke(*flags, "--out", "results", "--num-requests", "1", "--json")

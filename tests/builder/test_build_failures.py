@@ -90,8 +90,13 @@ def stop(
 @pytest.mark.parametrize(
     ("stage", "error"),
     [
-        *((stage, KeyboardInterrupt) for stage in STAGES),
         *((stage, RuntimeError) for stage in STAGES),
+        ("lower decode", KeyboardInterrupt),
+        *(
+            pytest.param(stage, KeyboardInterrupt, marks=pytest.mark.full)
+            for stage in STAGES
+            if stage != "lower decode"
+        ),
     ],
 )
 def test_stopped_in_a_stage(

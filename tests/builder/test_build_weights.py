@@ -264,7 +264,9 @@ class TestQuick:
         found = build(request)[0].manifest.build
         assert (found.weights, found.quantised_to, found.head_weights) == ("fp8", "fp8", None)
 
-    @pytest.mark.parametrize("head", [None, "none", "int4"])
+    @pytest.mark.parametrize(
+        "head", ["int4", *(pytest.param(h, marks=pytest.mark.full) for h in (None, "none"))]
+    )
     def test_new_weights(self, head: str | None, small: Path, tmp_path: Path) -> None:
         """A refit quantises the new checkpoint as the build did."""
         other = save(tmp_path / "other", 1, **SMALL)

@@ -3,7 +3,7 @@
 The oracle is NumPy: every step is judged anew, by the plain model's logits and its drafter's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def rule(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine(predictable_engine: EngineBuilder, rule: None) -> Path:
-    return predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
+def engine(with_rules: Callable[[], Path], rule: None) -> Path:
+    return with_rules()
 
 
 @pytest.mark.parametrize("drafts", ["probabilistic", "greedy"])

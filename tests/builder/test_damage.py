@@ -29,7 +29,7 @@ FILES = ("config.json", "generation_config.json", SINGLE, INDEX, "model-00002-of
 HEADER = 6000  # bytes; about the header of model.safetensors
 
 
-@pytest.fixture(scope="module", params=["one file", "shards"])
+@pytest.fixture(scope="module", params=["one file", pytest.param("shards", marks=pytest.mark.full)])
 def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = random_checkpoint(tmp_path_factory.mktemp("sound") / "model", **TINY)

@@ -58,7 +58,6 @@ from tests.support.transformers_oracle import load_modules, transformers_greedy,
 
 ATOL = 2e-4
 CHUNK = 16
-SOME = ("gigachat", "glm-flash", "glm-air", "mimo")  # for bugs that are planted
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,9 +150,8 @@ def test_inductor(name: str, tmp_path: Path, build_engine: EngineBuilder) -> Non
 
 
 CASES: list[tuple[str, int, DrafterName | None]] = [
-    ("glm-flash", 2, "mtp-vanilla"),
     ("mimo", 2, "mtp-vanilla"),
-    ("qwen3.5-ragged", 3, "mtp-eagle"),
+    ("qwen3.5-ragged", 1, "mtp-eagle"),
     ("deepseek-v3.2", 2, "mtp-eagle"),
 ]
 SLOW: list[tuple[str, int, DrafterName | None]] = [
@@ -161,9 +159,9 @@ SLOW: list[tuple[str, int, DrafterName | None]] = [
     ("glm-air", 3, "mtp-eagle"),
     ("glm-5", 3, "mtp-eagle"),
     ("glm-4.6", 2, "mtp-vanilla"),
+    ("glm-flash", 2, "mtp-vanilla"),
     ("mimo", 3, "mtp-eagle"),
-    *((name, 3, "mtp-eagle") for name in HYBRIDS if name != "qwen3.5-ragged"),
-    *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(3)),
+    *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(4)),
     *((name, n, None if n == 0 else "mtp-eagle") for name in CHOOSERS for n in range(4)),
     ("deepseek-v3.2", 2, "mtp-vanilla"),
 ]
@@ -171,7 +169,10 @@ SLOW: list[tuple[str, int, DrafterName | None]] = [
 
 @pytest.mark.parametrize(
     ("name", "nextn", "drafter"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)],
+    [
+        *CASES,
+        *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW if case not in CASES),
+    ],
 )
 def test_every_step_equals_recomputation(
     name: str, nextn: int, drafter: DrafterName | None
@@ -337,22 +338,33 @@ def module_reads_the_trunks_embedding(model: CausalLM) -> None:
 
 # Each with the oracle's message.
 BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
-    *((name, rule(hidden_first=True), DRAFTS) for name in ("gigachat", "glm-flash", "glm-air")),
-    *((name, rule(trunk_normed=False), DRAFTS) for name in ("gigachat", "glm-flash", "glm-air")),
-    *((name, rule(recycles_normed=False), DRAFTS) for name in ("gigachat", "glm-flash", "glm-air")),
+    ("gigachat", rule(hidden_first=True), DRAFTS),
+    ("glm-flash", rule(trunk_normed=False), DRAFTS),
+    ("glm-air", rule(recycles_normed=False), DRAFTS),
     ("mimo", rule(hidden_first=False), DRAFTS),
     ("mimo", rule(trunk_normed=True), DRAFTS),
     ("mimo", rule(recycles_normed=True), DRAFTS),
-    *((name, first_embedding_zeroed, DRAFTS) for name in SOME),
-    *((name, draft_positions_stand_still, DRAFTS) for name in SOME),
+    ("gigachat", first_embedding_zeroed, DRAFTS),
+    ("glm-flash", draft_positions_stand_still, DRAFTS),
     ("glm-air", attention_biases_dropped, TOKENS),
     ("mimo", attention_biases_dropped, DRAFTS),
     ("glm-4.6", heads_not_normed, COUNT),
     ("glm-air", every_value_rotates, DRAFTS),
 ]
+# The same in other families.
+MORE_BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
+    *((name, rule(hidden_first=True), DRAFTS) for name in ("glm-flash", "glm-air")),
+    *((name, rule(trunk_normed=False), DRAFTS) for name in ("gigachat", "glm-air")),
+    *((name, rule(recycles_normed=False), DRAFTS) for name in ("gigachat", "glm-flash")),
+    *((name, first_embedding_zeroed, DRAFTS) for name in ("glm-flash", "glm-air", "mimo")),
+    *((name, draft_positions_stand_still, DRAFTS) for name in ("gigachat", "glm-air", "mimo")),
+]
 
 
-@pytest.mark.parametrize(("name", "bug", "says"), BUGS)
+@pytest.mark.parametrize(
+    ("name", "bug", "says"),
+    [*BUGS, *(pytest.param(*bug, marks=pytest.mark.full) for bug in MORE_BUGS)],
+)
 def test_the_oracle_catches(name: str, bug: Callable[[CausalLM], None], says: str) -> None:
     with pytest.raises(AssertionError, match=f"^{says}"):
         check_family(make_family(name), 3, "mtp-eagle", bug)
@@ -386,9 +398,9 @@ def test_copies_that_differ_are_used(
     ]
     ours = load_plain(own_ends)
     assert isinstance(ours, PlainCausalLM)
-    check_family(ours, 3, "mtp-eagle", accepts_all=False)
+    check_family(ours, 1, "mtp-eagle", accepts_all=False)
     with pytest.raises(AssertionError, match=f"^{DRAFTS}"):
-        check_family(ours, 3, "mtp-eagle", module_reads_the_trunks_embedding, accepts_all=False)
+        check_family(ours, 1, "mtp-eagle", module_reads_the_trunks_embedding, accepts_all=False)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """`mtpbuild plan`: sizes that were counted by hand, published speeds, refusals."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -29,11 +30,18 @@ from mtpbuild.builder.targets.tensorrt import TARGET
 from mtpbuild.builder.weights.table import choose_formats, family_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
+from tests.support.forecasts import counted_once
 from tests.support.invoke import invoke, refusal
 
 pytestmark = pytest.mark.xdist_group("forecast")  # one worker counts R1's weights
 EIGHT = Ranks(8)
 FORMATS = {"attention": "bf16", "dense MLPs": "nvfp4", "experts": "nvfp4"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_count() -> Iterator[None]:
+    with counted_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,12 @@ import torch
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import like_routed
 from mtpbuild.builder.models.common.weight import Share
-from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.ranks import Ranks
-from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, make_model, make_predictable
 from tests.support.gpu_steps import MANY, ON_GPU, check_fused_step, check_sparse_step, with_joined
 from tests.support.op_calls import OpCalls
@@ -45,13 +43,10 @@ def test_every_step_equals_recomputation(
     """O3 and O6 on the ops' references; kernels equal them by tests/plugins."""
     calls = OpCalls(torch.ops.mtpbuild.mla_rows_write.default)
 
-    def make() -> tuple[EagerPrograms, PlainDeepseek]:
-        reference = make_predictable(**SHAPES[shape])
-        plan = Plan(reference.config, nextn, drafter, 1, 200, CHUNK, ON_GPU)
-        return EagerPrograms(plan, lower(reference)), reference
-
+    reference = make_predictable(**SHAPES[shape])
+    plan = Plan(reference.config, nextn, drafter, 1, 200, CHUNK, ON_GPU)
     with calls:
-        check_steps(make, nextn, drafter)
+        check_steps(plan, lower(reference), reference)
     assert calls.seen
 
 

@@ -215,7 +215,9 @@ def test_folders_and_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", *(pytest.param(k, marks=pytest.mark.full) for k in ("F32", "Q8_0"))]
+)
 def test_every_weight_of_other_architectures(name: str, kind: str, tmp_path: Path) -> None:
     """Stacked experts, heads of latents, packed projections; the configuration is the same."""
     c, tensors = random_tensors(name, **OTHERS[name])

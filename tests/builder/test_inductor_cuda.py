@@ -149,7 +149,9 @@ def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: Plai
     assert not any(np.isnan(array).any() for array in programs.state.values())
 
 
-@pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
+@pytest.mark.parametrize(
+    "drafter", [pytest.param("mtp-eagle", marks=pytest.mark.full), "mtp-vanilla"]
+)
 def test_every_step_equals_recomputation(
     drafter: DrafterName, on_gpu: MakePrograms, predictable: PlainDeepseek
 ) -> None:

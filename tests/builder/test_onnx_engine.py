@@ -20,6 +20,7 @@ from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.fake_target import greedy_only
 from tests.support.forced import check_programs
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
@@ -33,6 +34,12 @@ def load(engine: Path) -> OnnxPrograms:
     programs = load_programs(engine, read_manifest(engine), threads=1)
     assert isinstance(programs, OnnxPrograms)
     return programs
+
+
+def portable_engine(build: EngineBuilder, nextn: int = 0, drafter: str | None = None) -> Path:
+    """Build one for greedy requests."""
+    with greedy_only():
+        return build(nextn, drafter, portable=True)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, EAGLE])
@@ -93,7 +100,7 @@ def test_rows_move_with_their_slots(batch: int, predictable_engine: EngineBuilde
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full), EAGLE])
 def test_graphs(kind: Kind, predictable_engine: EngineBuilder, tmp_path: Path) -> None:
     """Standard operators, one write per cache, no weight inside, nothing of the build machine."""
-    built = predictable_engine(*kind, portable=True)
+    built = portable_engine(predictable_engine, *kind)
     engine = shutil.copytree(built, tmp_path / "engine")  # onnx refuses hard-linked weights
     caches = [s.name for s in read_manifest(engine).state if s.role == "rows"]
     for file in ("prefill.onnx", "decode.onnx"):
@@ -133,7 +140,7 @@ def test_threads_stop_with_a_run(predictable_engine: EngineBuilder) -> None:
 
 def test_attention_has_a_floor(predictable_engine: EngineBuilder) -> None:
     """Every softmax over rows is of a maximum, `floored_softmax`, in prompts as in steps."""
-    folder = predictable_engine(0, portable=True)
+    folder = portable_engine(predictable_engine)
     for program in ("prefill", "decode"):
         graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph
         made = {name: node.op_type for node in graph.node for name in node.output}
@@ -169,7 +176,7 @@ def test_providers_that_are_not_there(
     predictable_engine: EngineBuilder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = predictable_engine(0, portable=True)
+    engine = portable_engine(predictable_engine)
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: available)
     with pytest.raises(error, match=re.escape(says)):
         Engine.load(engine, provider=provider)

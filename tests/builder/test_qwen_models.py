@@ -79,7 +79,12 @@ def counted(c: dict[str, Any]) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
+LARGE = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")  # the layers of a smaller one
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in LARGE else []) for n in MODELS]
+)
 def test_parameters(name: str) -> None:
     layout, said = find_layout(name, None), MODELS[name]
     wanted = counted(sizes_of(name)[0])

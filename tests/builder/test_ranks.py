@@ -268,7 +268,7 @@ def test_a_failed_engine_stays_failed(engine: Path) -> None:
                 loaded.generate(PROMPT, GREEDY)
         begin = time.monotonic()
         raise KeyboardInterrupt
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20, "ranks wait for 30 s"
     assert not followers()
 
 

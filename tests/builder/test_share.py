@@ -34,23 +34,27 @@ from tests.support.forced import Run
 CHUNK = 4
 EVEN: dict[str, Any] = {"vocab_size": 64}
 HEADS = {"vocab_size": 62, "num_attention_heads": 4, "num_key_value_heads": 4}
-CASES: list[tuple[str, dict[str, int], Ranks, DrafterName]] = [
+Case = tuple[str, dict[str, int], Ranks, DrafterName]
+CASES: list[Case] = [
     ("yarn-three-modules", EVEN, Ranks(2), "mtp-eagle"),
-    ("yarn-three-modules", EVEN, Ranks(2), "mtp-vanilla"),
     ("yarn-three-modules", EVEN, Ranks(2, 2), "mtp-vanilla"),
-    ("yarn-three-modules", EVEN, Ranks(4, 2), "mtp-vanilla"),
-    ("yarn-three-modules", EVEN, Ranks(4, 4), "mtp-eagle"),
-    ("no-q-lora-one-module", EVEN, Ranks(4), "mtp-eagle"),  # gathered experts
-    ("no-q-lora-one-module", EVEN, Ranks(2, 2), "mtp-eagle"),
-    ("no-q-lora-one-module", EVEN, Ranks(4, 2), "mtp-eagle"),
+    ("no-q-lora-one-module", EVEN, Ranks(4, 2), "mtp-eagle"),  # gathered experts
     # Whole groups of heads, a rank's own rows of keys and values, and states
     ("glm-4.6", {"vocab_size": 62}, Ranks(2, 2), "mtp-eagle"),
+    ("qwen3.5-moe", {"vocab_size": 62}, Ranks(2, 2), "mtp-eagle"),
+    # Half of the heads and a whole indexer
+    ("deepseek-v3.2", HEADS, Ranks(2, 2), "mtp-eagle"),
+]
+FULL: list[Case] = [
+    ("yarn-three-modules", EVEN, Ranks(2), "mtp-vanilla"),
+    ("yarn-three-modules", EVEN, Ranks(4, 2), "mtp-vanilla"),
+    ("yarn-three-modules", EVEN, Ranks(4, 4), "mtp-eagle"),
+    ("no-q-lora-one-module", EVEN, Ranks(4), "mtp-eagle"),
+    ("no-q-lora-one-module", EVEN, Ranks(2, 2), "mtp-eagle"),
     ("glm-air", {"vocab_size": 62}, Ranks(2), "mtp-vanilla"),
     ("mimo", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
-    ("qwen3.5-moe", {"vocab_size": 62}, Ranks(2, 2), "mtp-eagle"),
     ("qwen3-next", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
-    # Half of the heads and a whole indexer
-    *((name, HEADS, Ranks(2, 2), "mtp-eagle") for name in CHOOSERS),
+    ("glm-5", HEADS, Ranks(2, 2), "mtp-eagle"),
 ]
 
 
@@ -111,7 +115,10 @@ def said(
     return found
 
 
-@pytest.mark.parametrize(("name", "sizes", "ranks", "drafter"), CASES)
+@pytest.mark.parametrize(
+    ("name", "sizes", "ranks", "drafter"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],
+)
 def test_tokens_and_state(
     name: str, sizes: dict[str, int], ranks: Ranks, drafter: DrafterName
 ) -> None:
@@ -145,12 +152,12 @@ def test_greedy_ranks_exchange_their_best_logits(
 @pytest.mark.parametrize(
     ("tp", "ep", "shape", "drafter"),
     [
-        (2, 1, "yarn-three-modules", "mtp-eagle"),
         (2, 2, "yarn-three-modules", "mtp-vanilla"),
-        (4, 2, "yarn-three-modules", "mtp-eagle"),
         (2, 1, "no-q-lora-one-module", "mtp-eagle"),  # gathered experts
-        (4, 2, "no-q-lora-one-module", "mtp-eagle"),
         (3, 3, "ragged-no-interleave", "mtp-vanilla"),  # 3 heads, no vocabulary of 3 parts
+        pytest.param(2, 1, "yarn-three-modules", "mtp-eagle", marks=pytest.mark.full),
+        pytest.param(4, 2, "yarn-three-modules", "mtp-eagle", marks=pytest.mark.full),
+        pytest.param(4, 2, "no-q-lora-one-module", "mtp-eagle", marks=pytest.mark.full),
     ],
 )
 def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:

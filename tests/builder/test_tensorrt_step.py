@@ -61,6 +61,7 @@ def test_it_is_the_step_without_plugins_between_products(slots: int) -> None:
     check_step(update_in_place(traced.exported, traced), lower(reference), plan, 4)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("traced_without_running")
 def test_what_is_a_plugin() -> None:
     """All ops of a step, with fixed sizes; in a prompt, whose chunk is open, none of these."""

@@ -154,7 +154,7 @@ def shifted(*args: Any) -> Iterator[tuple[int, Tensor]]:
         (EAGLE, None, 2.5, 4),
         pytest.param(replace(VANILLA, dtype="bf16"), None, 2.2, 3, marks=pytest.mark.full),
         pytest.param(replace(EAGLE, lora=8), None, 2.2, 4, marks=pytest.mark.full),
-        (EAGLE, shifted, 1, 1.5),
+        pytest.param(EAGLE, shifted, 1, 1.5, marks=pytest.mark.full),
     ],
     ids=["eagle", "vanilla bf16", "lora", "shifted"],
 )

@@ -5,7 +5,7 @@ drafts anew, by the plain model's logits.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ def judged(folder: Path, model: PlainDeepseek, **own: Any) -> Judge:
 
 
 @pytest.fixture(scope="module")
-def engine(predictable_engine: EngineBuilder) -> Path:
-    return predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
+def engine(with_rules: Callable[[], Path]) -> Path:
+    return with_rules()
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,14 @@ def engine(predictable_engine: EngineBuilder) -> Path:
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_every_step_keeps_what_the_rule_says(
-    target: str, temperature: float, predictable: PlainDeepseek, predictable_engine: EngineBuilder
+    target: str,
+    temperature: float,
+    predictable: PlainDeepseek,
+    predictable_engine: EngineBuilder,
+    with_rules: Callable[[], Path],
 ) -> None:
     if target == "onnxruntime":
-        folder = predictable_engine(NEXTN, acceptance_rules=(*installed.RULES,))
+        folder = with_rules()
     else:
         folder = predictable_engine(NEXTN, acceptance_rules=("typical",), target=target)
     judge = judged(folder, predictable, temperature=temperature)

@@ -138,8 +138,13 @@ def test_kv_write() -> None:
                 assert torch.equal(out[b, :, at : at + 4], new[b])
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("heads", [1, 3])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("heads", "interleaved"),
+    [(3, True), (1, False), *(pytest.param(*c, marks=FULL) for c in ((1, True), (3, False)))],
+)
 def test_rope(interleaved: bool, heads: int) -> None:
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rope(x, cos, sin, heads, interleaved)
@@ -170,7 +175,10 @@ def test_rope_of_a_part_of_each_head() -> None:
 
 
 @pytest.mark.parametrize("written", [True, False])
-@pytest.mark.parametrize(("heads", "groups", "tokens"), [(6, 2, 4), (3, 3, 2), (4, 1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "tokens"),
+    [(6, 2, 4), *(pytest.param(*sizes, marks=FULL) for sizes in ((3, 3, 2), (4, 1, 1)))],
+)
 def test_grouped_attention(written: bool, heads: int, groups: int, tokens: int) -> None:
     """It attends to a cache that was just written to, or to cache and fresh rows side by side."""
 
@@ -293,8 +301,14 @@ def test_index_keys(interleaved: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("written", [True, False])
-@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(
+    ("written", "interleaved"),
+    [
+        (True, False),
+        (False, True),
+        *(pytest.param(each, each, marks=FULL) for each in (True, False)),
+    ],
+)
 def test_attention_to_chosen_rows(written: bool, interleaved: bool) -> None:
     """Positions are the reference's, ties included; fewer rows than may be chosen, and more."""
     T, C, heads = 2, 12, 3
@@ -340,7 +354,9 @@ def test_no_weight_is_subnormal(op: Op, heads: int, rows: int, tokens: int, bloc
     torch.testing.assert_close(floored_softmax(scores), plain, rtol=1e-6, atol=2 * FLOOR)
 
 
-@pytest.mark.parametrize(("K", "V"), [(0, 7), (1, 7), (3, 7), (3, 5000)])
+@pytest.mark.parametrize(
+    ("K", "V"), [(0, 7), (3, 7), *(pytest.param(*c, marks=FULL) for c in ((1, 7), (3, 5000)))]
+)
 def test_accept_rewind(K: int, V: int) -> None:
     B, T = 4, K + 1
     rng = np.random.default_rng(K)
@@ -364,7 +380,10 @@ def test_accept_rewind(K: int, V: int) -> None:
     assert seen == set(range(T + 1))
 
 
-@pytest.mark.parametrize(("X", "E", "inner"), [(9, 96, 64), (20, 40, 24), (3, 200, 136)])
+@pytest.mark.parametrize(
+    ("X", "E", "inner"),
+    [(20, 40, 24), *(pytest.param(*sizes, marks=FULL) for sizes in ((9, 96, 64), (3, 200, 136)))],
+)
 def test_experts(X: int, E: int, inner: int) -> None:
     """One node reads the weights; a row's result is its own, to the bit, however threads share."""
     N = 37

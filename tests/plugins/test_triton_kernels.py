@@ -183,7 +183,7 @@ def test_logits_of_a_narrow_head_do_not_tie() -> None:
         pytest.param(1, 128, 700, 30, marks=pytest.mark.full),
         (1, 128, 47, 2),
         pytest.param(1, 4, 700, 4, marks=pytest.mark.full),
-        (7, 4, 300, 2),
+        pytest.param(7, 4, 300, 2, marks=pytest.mark.full),
     ],
 )
 def test_splits_by_what_a_slot_holds(

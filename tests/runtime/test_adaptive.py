@@ -112,7 +112,10 @@ def speed(table: str, kind: str, before: str | None, requests: int = 1, runs: in
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    "table",
+    ["small", "mixture", *(pytest.param(t, marks=pytest.mark.full) for t in ("dense", "batch"))],
+)
 def test_drafts_hardly_cost(table: str) -> None:
     """Four requests of each kind: by chance, one of them may choose badly."""
     for kind in KINDS:

@@ -157,7 +157,8 @@ def test_a_request_ends_at_its_deadline(waits: bool) -> None:
     late = SamplingParams(max_tokens=4900, timeout=0.05)
     with pytest.raises(DeadlineError, match=r"longer than its timeout of 0\.05 s"):
         engine.generate([5], late)
-    assert 0.05 <= time.monotonic() - began < 2
+    assert time.monotonic() - began >= 0.05
+    assert engine.stats.output_tokens < 4900, "it did not end by itself"
     assert issubclass(DeadlineError, TimeoutError)
     assert ahead.result().finish_reason == "length"
     assert engine.stats.requests_running == engine.stats.requests_waiting == 0

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -85,18 +87,19 @@ def test_headers_that_do_not_come(server: Live) -> None:
         assert "headers did not come" in refused(rest(own), 408)
     with connected(server) as own:
         assert rest(own) == b"", "who says nothing is told nothing"
-    assert 0.8 <= time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.8
 
 
 def test_headers_that_trickle(server: Live) -> None:
     """Each byte comes in time, the whole does not: the time must not begin anew with each."""
-    began = time.monotonic()
     with connected(server) as own:
-        with contextlib.suppress(ConnectionError):
-            for byte in HEAD:
+        for byte in itertools.islice(itertools.cycle(HEAD), 1000):
+            with contextlib.suppress(ConnectionError):
                 own.sendall(bytes([byte]))
-                time.sleep(0.02)
-        assert time.monotonic() - began < 1.2
+            answered, _, _ = select.select([own], [], [], 0.02)
+            if answered:
+                break
+        assert answered, "20 s are over"
         assert refused(rest(own), 408)
 
 

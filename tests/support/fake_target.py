@@ -1,7 +1,9 @@
 """Replaces parts of a builder's target, and keeps it in the registry while a test needs it."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +16,7 @@ from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.contract.manifest import TensorSpec
+from mtpbuild.runtime.contract.manifest import TensorSpec, read_manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from tests.support.registry import registered
 
@@ -82,3 +84,24 @@ def greedy_only() -> contextlib.AbstractContextManager[None]:
         return lower_one(traced, weights, folder)
 
     return quick_target("onnxruntime", trace=trace, lower=lower)
+
+
+def all_but_mixed_of(engine: Path) -> contextlib.AbstractContextManager[None]:
+    """Put a target onnxruntime in place that compiles the step that samples alone.
+
+    The other programs are those of an engine that differs in acceptance rules, which they lack.
+    """
+    real, built = load_target("onnxruntime"), read_manifest(engine).programs
+
+    def trace(program: Program, plan: Plan) -> Traced:
+        if program.name.startswith(MIXED):
+            return real.trace(program, plan)
+        spec = built[program.name]
+        return replace(no_trace(program, plan), inputs=spec.inputs, outputs=spec.outputs)
+
+    def lower(traced: Traced, weights: Any, folder: Path) -> str:
+        if traced.name.startswith(MIXED):
+            return real.lower(traced, weights, folder)
+        return Path(shutil.copy(engine / built[traced.name].file, folder)).name
+
+    return in_place_of("onnxruntime", trace=trace, lower=lower)

@@ -72,10 +72,11 @@ class Run:
     def steps(self, prompt: list[int], count: int) -> tuple[list[int], Seen]:
         """Prefills, runs `count` steps and checks each; returns all tokens and the counts seen."""
         K, T = self.nextn, self.nextn + 1
-        truth = [*prompt, *greedy(self.reference, prompt, count * T + T)]
         self.prefill(prompt)
-        tokens, seen = list(prompt), Seen()
+        truth, tokens, seen = list(prompt), list(prompt), Seen()
         for step in range(count):
+            if (missing := len(tokens) + T - len(truth)) > 0:
+                truth += greedy(self.reference, truth, missing)
             real = int(self.rng.integers(0, K + 1)) if step else 0
             self._tamper(truth[len(tokens) : len(tokens) + K], real)
             self._spoil_garbage(len(tokens) - 1)

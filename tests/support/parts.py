@@ -5,6 +5,22 @@
 
 from fnmatch import fnmatch
 
+# Groups of tests that take longest. They begin first, so that no worker has one left in the end.
+FIRST = (
+    "tiny",
+    "predictable",
+    "inductor",
+    "qwen_tiny",
+    "exact",
+    "score",
+    "test_families",
+    "test_toy_target",
+    "test_zero_points",
+    "test_integer_weights",
+    "test_bench",
+    "test_share",
+    "test_step",
+)
 SUITE = "suite"
 PARTS: dict[str, tuple[str, ...]] = {
     SUITE: (),

@@ -19,10 +19,10 @@ CHUNK = 4
 
 
 def eager(
-    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1, adaptive: bool = False
+    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1
 ) -> tuple[EagerPrograms, PlainDeepseek]:
     reference = make_predictable(**SHAPES[shape])
-    plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK, adaptive=adaptive)
+    plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK)
     return EagerPrograms(plan, lower(reference)), reference
 
 
@@ -34,39 +34,27 @@ def check_family(
     accepts_all: bool = True,
 ) -> None:
     """Checks a family's step program against its plain model; bug: a change of the program."""
-
-    def make() -> tuple[EagerPrograms, PlainLM]:
-        model = lower(reference)
-        bug(model)
-        return EagerPrograms(
-            Plan(reference.config, nextn, drafter, 1, 200, CHUNK), model
-        ), reference
-
-    check_steps(make, nextn, drafter, accepts_all=accepts_all)
+    model = lower(reference)
+    bug(model)
+    check_steps(
+        Plan(reference.config, nextn, drafter, 1, 200, CHUNK), model, reference, accepts_all
+    )
 
 
 def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bool = False) -> None:
-    def make() -> tuple[EagerPrograms, PlainLM]:
-        return eager(shape, nextn, drafter, adaptive=adaptive)
+    reference = make_predictable(**SHAPES[shape])
+    plan = Plan(reference.config, nextn, drafter, 1, 200, CHUNK, adaptive=adaptive)
+    check_steps(plan, lower(reference), reference)
 
-    check_steps(make, nextn, drafter, adaptive)
 
-
-def check_steps(
-    make: Callable[[], tuple[EagerPrograms, PlainLM]],
-    nextn: int,
-    drafter: DrafterName | None,
-    adaptive: bool = False,
-    accepts_all: bool = True,
-) -> None:
+def check_steps(plan: Plan, model: CausalLM, reference: PlainLM, accepts_all: bool = True) -> None:
     """Checks prompts of each length around a chunk's border; every n and num_drafts must occur."""
     torch.set_num_threads(1)
-    rng = np.random.default_rng(nextn)
-    seen = Seen()
+    nextn, rng, seen = plan.nextn, np.random.default_rng(plan.nextn), Seen()
     for length in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 11) * (1 + nextn // 5):
-        programs, reference = make()
+        programs = EagerPrograms(plan, model)
         prompt = rng.integers(0, reference.config.vocab_size, length).tolist()
-        run = Run(programs, reference, nextn, drafter, CHUNK, rng, adaptive)
+        run = Run(programs, reference, nextn, plan.drafter, CHUNK, rng, plan.adaptive)
         tokens, saw = run.steps(prompt, 10)
         seen.accepted |= saw.accepted
         seen.num_drafts |= saw.num_drafts
