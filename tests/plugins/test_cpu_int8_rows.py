@@ -1,5 +1,7 @@
 """Caches in int8: rows are rounded once, and attention over them sums integers."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,8 @@ from mtpbuild.plugins import grouped_attention_flat, grouped_rows_write, mla_pac
 from mtpbuild.plugins.cpu.layout import packed_floats
 from mtpbuild.plugins.int8_rows import blocks_of, read_rows, round_rows
 from mtpbuild.runtime.programs.slots import finite
-from tests.support import exact
-from tests.support.cpu_kernels import check_refused, run, same_everywhere
+from tests.support import cpu_kernels, exact
+from tests.support.cpu_kernels import SOURCE, check_refused, compiled, run, same_everywhere
 
 F = np.float32
 Given = dict[str, Any]
@@ -97,7 +99,12 @@ def test_latent_attention(
 
 @pytest.mark.parametrize(
     ("B", "H", "G", "T", "D", "S", "written"),
-    [(2, 4, 2, 3, 32, 150, True), (1, 8, 2, 40, 40, 1100, False), (1, 3, 3, 1, 16, 70, True)],
+    [
+        (2, 4, 2, 3, 32, 150, True),
+        (1, 8, 2, 40, 40, 1100, False),
+        (1, 3, 3, 1, 16, 70, True),
+        (2, 8, 4, 1, 16, 2750, True),  # more splits than are attended at a time
+    ],
 )
 def test_grouped_attention(
     B: int, H: int, G: int, T: int, D: int, S: int, written: bool, monkeypatch: pytest.MonkeyPatch
@@ -199,3 +206,26 @@ def test_unseen_and_not_finite_rows() -> None:
     [after] = run("Attention", {"q": q} | given, (F,), 1, **how)
     np.testing.assert_array_equal(before[:, :, :2], after[:, :, :2])
     assert np.isnan(after[:, :, 2:]).all()
+
+
+@pytest.mark.full
+def test_work_for_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 40 threads tasks have fewer queries, or fewer splits of rows: the bits are the same."""
+    sources = Path(shutil.copytree(SOURCE, tmp_path / "source"))
+    text, learnt = (sources / "ort.h").read_text(), "most_threads{1}"
+    assert text.count(learnt) == 1
+    (sources / "ort.h").write_text(text.replace(learnt, "most_threads{40}"))
+    libraries = cpu_kernels.LIBRARY, compiled(sources, tmp_path / "many.so")
+    how = {"groups": 1, "values": 0, "latent": 32, "written": 1, "scale": 0.3}
+    for B, H, T, S in ((1, 20, 1, 90), (2, 40, 4, 700), (3, 5, 1, 2750), (20, 3, 2, 1100)):
+        given = place_rows(B, T, S, [32, 8], True, S)
+        given["q"] = np.random.default_rng(B).standard_normal((B, H, T, 40), F)
+        floats = read_rows(torch.from_numpy(given["cache"]), [32, 8]).numpy()
+        for cache in (given["cache"], floats):
+            found = []
+            for library in libraries:
+                monkeypatch.setattr(cpu_kernels, "LIBRARY", library)
+                names = ("q", "cache", "fresh", "base", "first")
+                operands = {name: (given | {"cache": cache})[name] for name in names}
+                found += run("Attention", operands, (F,), 2, **how)
+            np.testing.assert_array_equal(*found)

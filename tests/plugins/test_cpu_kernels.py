@@ -241,7 +241,9 @@ def test_attention_by_definition() -> None:
     np.testing.assert_allclose(got, wanted.numpy(), atol=2e-6)
 
 
-@pytest.mark.parametrize(("H", "G", "T", "S"), [(8, 2, 3, 90), (6, 6, 1, 40), (32, 4, 2, 600)])
+@pytest.mark.parametrize(
+    ("H", "G", "T", "S"), [(8, 2, 3, 90), (6, 6, 1, 40), (32, 4, 2, 600), (8, 4, 1, 2700)]
+)
 def test_grouped_attention(H: int, G: int, T: int, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group's heads attend to its own keys and values."""
     D, rng = 12, np.random.default_rng(S)

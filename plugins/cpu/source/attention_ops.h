@@ -73,9 +73,9 @@ struct Attention : FloatOperator {
       return row(slot * tokens + query / per_group, group * per_group + query % per_group);
     }
   };
-  // Some queries of a slot and a group: 16, or QUERIES over int8 rows.
+  // Some queries of a slot and a group: at most 16, or QUERIES over int8 rows.
   struct Lanes {
-    int64_t slot, group, first, base, end;
+    int64_t slot, group, first, count, base, end;
     int32_t seen[mtp::QUERIES];
   };
 
@@ -84,15 +84,22 @@ struct Attention : FloatOperator {
     REQUIRE(base.is({job.slots}) && first.is({job.slots}), name, "no place for each slot");
     if (chosen.memory) return attend_to(call, job, base, chosen, y);
     std::vector<Lanes> lanes;
-    int64_t most = 0, each = job.rows.integers ? mtp::QUERIES : LANES;
-    for (int64_t i = 0; i < product(job.slots, groups, up(job.queries(), each)); i++) {
-      lanes.push_back(look(job, i, each, base.data<int64_t>(), first.data<int64_t>()));
-      most = std::max(most, lanes.back().end);
-    }
+    int64_t splits = 0, blocks = job.rows.integers ? mtp::QUERIES / LANES : 1;
+    auto cut = [&] {
+      lanes.clear();
+      for (int64_t i = 0; i < product(job.slots, groups, up(job.queries(), blocks * LANES)); i++) {
+        lanes.push_back(look(job, i, blocks * LANES, base.data<int64_t>(), first.data<int64_t>()));
+        splits = std::max(splits, up(lanes.back().end, mtp::SPLIT));
+      }
+    };
+    blocks = std::max<int64_t>(1, min(blocks, up(job.queries(), LANES)));
+    cut();
+    while (blocks > 1 && static_cast<int64_t>(lanes.size()) * splits < ort::most_threads)
+      blocks = up(blocks, 2), cut();
     std::unique_ptr<Rounded> rounded(job.rows.integers ? new Rounded(*this, call, job) : nullptr);
     in_splits(
-        call, static_cast<int64_t>(lanes.size()), each / LANES, up(most, mtp::SPLIT),
-        product(job.slots, job.heads, job.tokens, most, job.width + latent),
+        call, static_cast<int64_t>(lanes.size()), blocks, splits,
+        product(job.slots, job.heads, job.tokens, splits, mtp::SPLIT, job.width + latent),
         [&](int64_t i) { return up(lanes[i].end, mtp::SPLIT); },
         [&](int64_t i, int64_t split, float* part) {
           if (rounded)
@@ -100,9 +107,9 @@ struct Attention : FloatOperator {
           else
             attend(job, lanes[i], split, part);
         },
-        [&](int64_t i, const float* part) {
-          for (int64_t n = 0; n < each && lanes[i].first + n < job.queries(); n++)
-            finish(part + n / LANES * (2 + latent) * LANES, n % LANES,
+        [&](int64_t i, int64_t block, const float* part) {
+          for (int64_t n = block * LANES; n < min(lanes[i].count, (block + 1) * LANES); n++)
+            finish(part, n % LANES,
                    y + job.place(lanes[i].slot, lanes[i].group, lanes[i].first + n) * latent);
         });
   }
@@ -112,13 +119,14 @@ struct Attention : FloatOperator {
   Lanes look(const Job& job, int64_t number, int64_t each, const int64_t* base,
              const int64_t* first) const {
     int64_t pieces = up(job.queries(), each), group = number / pieces, old = job.rows.old;
-    Lanes lanes{group / groups, group % groups, number % pieces * each, 0, 0, {}};
+    int64_t at = number % pieces * each;
+    Lanes lanes{group / groups, group % groups, at, min(each, job.queries() - at), 0, 0, {}};
     int64_t from = job.rows.clamped(base[lanes.slot]);
     lanes.base = written ? old : from;
     int64_t limit = written ? old : min<int64_t>(from + job.rows.count, INT32_MAX);
     int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
-    for (int64_t i = 0; i < each && lanes.first + i < job.queries(); i++) {
-      int64_t seen = min(limit, from + offset + (lanes.first + i) / job.per_group + 1);
+    for (int64_t i = 0; i < lanes.count; i++) {
+      int64_t seen = min(limit, from + offset + (at + i) / job.per_group + 1);
       lanes.seen[i] = static_cast<int32_t>(seen);
       lanes.end = std::max(lanes.end, seen);
     }
@@ -126,37 +134,46 @@ struct Attention : FloatOperator {
   }
 
   // Attends in splits, with `blocks` partial results of 16 lanes each, and folds the splits in
-  // ascending order. Each of `count` jobs is a task; if there are few jobs, each split of a job is
-  // a task. The sums are the same.
+  // ascending order, whichever thread made them. Each of `count` jobs is a task, if all threads
+  // then have some; otherwise each split of a job is a task, a few splits of all jobs at a time.
   template <class S, class A, class F>
   void in_splits(Call& call, int64_t count, int64_t blocks, int64_t most, int64_t work,
                  const S& splits, const A& attend, const F& finish) const {
-    int64_t size = product(blocks, 2 + latent, LANES);
+    int64_t block = product(2 + latent, LANES), size = product(blocks, block);
+    int64_t enough = std::max<int64_t>(16, 4 * ort::most_threads);
     auto fold = [&](float* into, float* later) {
-      for (int64_t at = 0; at < size; at += (2 + latent) * LANES)
-        k.fold(partial(into + at), partial(later + at), latent);
+      k.fold(partial(into), partial(later), latent);
     };
-    if (count >= 16 || most <= 1) {
+    if (count >= enough || most <= 1) {
       return tasks(call, count, work, [&](int64_t i) {
         auto parts = scratch<float>(2, size);
         attend(i, 0, &parts[0]);
         for (int64_t n = 1; n < splits(i); n++) {
           attend(i, n, &parts[size]);
-          fold(&parts[0], &parts[size]);
+          for (int64_t at = 0; at < size; at += block) fold(&parts[at], &parts[size + at]);
         }
-        finish(i, &parts[0]);
+        for (int64_t b = 0; b < blocks; b++) finish(i, b, &parts[b * block]);
       });
     }
-    auto parts = scratch<float>(count, most, size);
-    tasks(call, product(count, most), work, [&](int64_t t) {
-      if (t % most == 0 || t % most < splits(t / most))
-        attend(t / most, t % most, &parts[t * size]);
-    });
-    tasks(call, count, product(count, most, size), [&](int64_t i) {
-      float* into = &parts[i * most * size];
-      for (int64_t n = 1; n < splits(i); n++) fold(into, into + n * size);
-      finish(i, into);
-    });
+    int64_t some = min(most - 1, up(enough, count));  // besides the sum of those before
+    auto parts = scratch<float>(count, 1 + some, size);
+    for (int64_t begin = 0, end; begin < most; begin = end) {
+      end = min(most, std::max<int64_t>(begin, 1) + some);
+      auto place = [&](int64_t i, int64_t split) {
+        return &parts[(i * (1 + some) + split - begin + (begin > 0)) * size];
+      };
+      tasks(call, product(count, end - begin), work, [&](int64_t t) {
+        int64_t i = t / (end - begin), split = begin + t % (end - begin);
+        if (split == 0 || split < splits(i)) attend(i, split, place(i, split));
+      });
+      tasks(call, product(count, blocks), product(count, end - begin, size), [&](int64_t t) {
+        int64_t i = t / blocks, at = t % blocks * block;
+        float* into = &parts[i * (1 + some) * size + at];
+        for (int64_t n = std::max<int64_t>(begin, 1); n < min(end, splits(i)); n++)
+          fold(into, place(i, n) + at);
+        if (end == most) finish(i, t % blocks, into);
+      });
+    }
   }
 
   // Runs attention to chosen rows.
@@ -176,10 +193,9 @@ struct Attention : FloatOperator {
         [&](int64_t m, int64_t split, float* parts) {
           attend_to(job, base.data<int64_t>(), chosen, m, split, parts);
         },
-        [&](int64_t m, const float* parts) {
-          for (int64_t head = 0; head < job.heads; head++)
-            finish(parts + head / LANES * (2 + latent) * LANES, head % LANES,
-                   y + job.row(m, head) * latent);
+        [&](int64_t m, int64_t block, const float* part) {
+          for (int64_t head = block * LANES; head < min(job.heads, (block + 1) * LANES); head++)
+            finish(part, head % LANES, y + job.row(m, head) * latent);
         });
   }
 
@@ -218,7 +234,7 @@ struct Attention : FloatOperator {
   void attend(const Job& job, const Lanes& lanes, int64_t split, float* part) const {
     auto queries = scratch<float>(job.width, LANES);
     for (int64_t i = 0; i < LANES; i++) {
-      bool there = lanes.first + i < job.queries();
+      bool there = i < lanes.count;
       put_query(job, there ? job.place(lanes.slot, lanes.group, lanes.first + i) : -1, i,
                 &queries[0]);
     }
@@ -298,8 +314,8 @@ struct Attention : FloatOperator {
       int32_t seen[mtp::QUERIES];
       const int8_t* rows[mtp::SPLIT] = {};
       int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
-      int64_t count = min(mtp::QUERIES, job.queries() - lanes.first), bytes = sections.bytes;
-      for (int64_t i = 0; i < count; i++) {
+      int64_t bytes = sections.bytes;
+      for (int64_t i = 0; i < lanes.count; i++) {
         in[i] = &queries[job.place(lanes.slot, lanes.group, lanes.first + i) * key];
         seen[i] =
             static_cast<int32_t>(std::max<int64_t>(0, min<int64_t>(lanes.seen[i], end) - begin));
@@ -313,10 +329,10 @@ struct Attention : FloatOperator {
       }
       const mtp::RowBlock* keys = &sections.blocks[lanes.group * key];
       const mtp::RowBlock* values = &sections.blocks[one ? 0 : (own.groups + lanes.group) * value];
-      auto scores = scratch<float>(count, mtp::SPLIT);
+      auto scores = scratch<float>(lanes.count, mtp::SPLIT);
       auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 4));
       own.k.attend_integers(
-          {count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()}, own.latent,
+          {lanes.count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()}, own.latent,
           part);
     }
   };

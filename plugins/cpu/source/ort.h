@@ -159,6 +159,9 @@ inline void* output(Context* context, const std::vector<int64_t>& shape, size_t 
   return memory;
 }
 
+// The most threads that have worked at once so far; onnxruntime does not tell how many it has.
+inline std::atomic<int64_t> most_threads{1};
+
 // Runs tasks 0 .. count - 1 on the session's threads. Threads take tasks from a counter, so that
 // a slow core does fewer. An exception of a task is thrown here after all tasks have ended.
 template <class F>
@@ -166,16 +169,19 @@ void parallel(Context* context, int64_t count, const F& task) {
   struct Work {
     const F& task;
     int64_t count;
-    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> next{0}, threads{0};
     std::atomic<bool> failed{false};
   } work{task, count};
   auto run = [](void* given, size_t) {
     Work& work = *static_cast<Work*>(given);
+    int64_t now = ++work.threads, most = most_threads;
+    while (now > most && !most_threads.compare_exchange_weak(most, now)) continue;
     try {
       for (int64_t i; (i = work.next.fetch_add(1)) < work.count;) work.task(i);
     } catch (...) {
       work.failed = true;
     }
+    work.threads--;
   };
   static const size_t most = std::max(1u, std::thread::hardware_concurrency());
   size_t workers = std::min<size_t>(most, static_cast<size_t>(count));
