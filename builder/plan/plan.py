@@ -13,6 +13,7 @@ from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
+from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
     StateSpec,
     layer_rows,
@@ -28,7 +29,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "int64": 8, "bool": 1}
 ADAPTIVE_NEXTN = 5  # most drafts of a step where nextn is "auto"
 DrafterName = str  # of a registered drafter (`find_drafter`)
 # Inputs of programs besides state and controls.
-INPUTS = ("active", "tokens", "start", "ahead", "following")
+INPUTS = ("active", "tokens", "start", "ahead", "following", HIDDEN)
 INT8_BLOCK = 32  # numbers of a cache row in int8 that share a scale in fp16
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
@@ -213,6 +214,10 @@ def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, .
         taken.add(spec.name)
     if not plan.lookahead and (states or record.modules(plan.nextn)):
         raise BuildError(f"drafter {record.name}: with modules or states it needs a lookahead of 1")
+    if plan.adaptive and (states or plan.lookahead > 1):
+        raise BuildError(
+            f"drafter {record.name}: --nextn auto needs a lookahead of 1, and no states"
+        )
     return states
 
 

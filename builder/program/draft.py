@@ -60,10 +60,7 @@ class Drafter:
 
 
 class Eagle(Drafter):
-    """MTP Eagle: module 0 runs over the window, then once per further draft on its own output.
-
-    With nextn 0 it only fills its cache, for a later step that drafts again.
-    """
+    """MTP Eagle: module 0 runs over the window, then once per further draft on its own output."""
 
     def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         module = model.module(0)
@@ -71,9 +68,6 @@ class Eagle(Drafter):
         # rows stay in the cache; the next step's window covers the slots of the passes below.
         at = (step.n - 1).clamp(min=0)
         x = model.draft_input(0, step.tokens, step.hidden, step.rows)
-        if self.nextn == 0:
-            cache = module.fill(x, state[module_rows(0)], step.rows)
-            return step.tokens[:, :0], {module_rows(0): cache}
         rows = replace(step.rows, choice=Choice())  # not the trunk's choice
         x, cache = module.forward_last(x, state[module_rows(0)], rows, at)
         choice = replace(rows.choice, stays=model.config.mtp.shares_choice)

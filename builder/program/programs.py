@@ -15,8 +15,9 @@ from mtpbuild.builder.program.accept import (
     KernelAcceptance,
     MixedAcceptance,
 )
-from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
+from mtpbuild.builder.program.draft import CheckedDrafter
 from mtpbuild.builder.program.step import (
+    FillDrafterProgram,
     MixedStepProgram,
     PrefillProgram,
     ScoreProgram,
@@ -31,7 +32,16 @@ from mtpbuild.runtime.contract.controls import (
     control_shapes,
 )
 from mtpbuild.runtime.contract.drafters import find_drafter
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, SCORE, Scores, program_name
+from mtpbuild.runtime.contract.programs import (
+    FILL_DRAFTER,
+    HIDDEN,
+    MIXED,
+    PLAIN,
+    PREFILL,
+    SCORE,
+    Scores,
+    program_name,
+)
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.state import module_rows
 
@@ -60,7 +70,7 @@ def most_tokens(plan: Plan) -> int:
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
 
-def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
+def make_drafter(plan: Plan, nextn: int) -> CheckedDrafter | None:
     """Return the plan's drafter for steps of nextn drafts; None if the plan does not draft.
 
     While it is traced, it raises BuildError for states that its record does not declare.
@@ -81,7 +91,8 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Make prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
     If prompts may have log-probabilities, there is also score, a prefill that reports them. An
-    adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
+    adaptive engine has decode and decode_mixed for each number of drafts up to nextn. Its steps
+    without drafts leave the drafter out; fill_drafter fills in what the drafter has missed.
     """
     style = plan.style
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
@@ -95,9 +106,14 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     filled = tuple(name for name in state if name not in STEP_STATES)
     inputs = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
-    style, whole = plan.style, plan.style.fixed
-    parts = model, make_drafter(plan, plan.nextn), style.pipeline.expands_prompts
+    style, whole, drafter = plan.style, plan.style.fixed, make_drafter(plan, plan.nextn)
+    parts = model, drafter, style.pipeline.expands_prompts
     yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, inputs | ahead, whole=whole)
+    if plan.adaptive and drafter is not None and ahead:
+        shape, dtype = (1, EXAMPLE_CHUNK, plan.config.hidden_size), getattr(torch, plan.dtype)
+        missed = tuple(name for name in filled if name in drafter.names)
+        given = inputs | ahead | {HIDDEN: torch.zeros(shape, dtype=dtype)}
+        yield Program(FILL_DRAFTER, FillDrafterProgram(*parts).eval(), missed, given, whole=whole)
     if plan.score:
         inputs |= {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
         yield Program(SCORE, ScoreProgram(*parts).eval(), filled, inputs, SCORES, whole=whole)
@@ -108,7 +124,10 @@ def _steps(
 ) -> Iterator[Program]:
     """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
     style, drafter = plan.style, make_drafter(plan, nextn)
-    active = {"active": torch.ones(B, dtype=torch.bool)}
+    active, more = {"active": torch.ones(B, dtype=torch.bool)}, tuple[str, ...]()
+    if drafter is not None and not nextn:  # the host keeps what `fill_drafter` needs
+        state = tuple(name for name in state if name not in {"draft_probs", *drafter.names})
+        drafter, more = None, (HIDDEN,) if plan.lookahead else ()
     acceptance = KernelAcceptance if style.accepts_by_kernel else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     rules = tuple(map(find_rule, plan.rules))
@@ -121,8 +140,9 @@ def _steps(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
-        name = program_name(kind, nextn, plan.nextn)
-        yield Program(name, module.eval(), state, inputs, outputs, B, style.whole_caches)
+        name, module.results = program_name(kind, nextn, plan.nextn), more
+        results = (*outputs, *more)
+        yield Program(name, module.eval(), state, inputs, results, B, style.whole_caches)
 
 
 def _example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:

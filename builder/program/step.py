@@ -19,6 +19,7 @@ from mtpbuild.builder.program.draft import AcceptedTokens, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, MAX_LOGPROBS, Control
+from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.rules import Rule
 
 
@@ -38,6 +39,7 @@ class StepProgram(nn.Module):
     def __init__(self, model: CausalLM, drafter: Drafter | None, nextn: int) -> None:
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
+        self.results: tuple[str, ...] = ()  # outputs besides those of the acceptance
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """Run a greedy step; state: the tensors of `state_specs`, active [B] bool.
@@ -76,8 +78,8 @@ class StepProgram(nn.Module):
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
         }
-        found = vars(verdict) | {"num_tokens": n}
-        outputs = {name: found[name] for name in acceptance.outputs}
+        found = vars(verdict) | {"num_tokens": n, HIDDEN: hidden}
+        outputs = {name: found[name] for name in (*acceptance.outputs, *self.results)}
         return {name: new[name] for name in state}, outputs
 
 
@@ -161,6 +163,19 @@ class PrefillProgram(nn.Module):
 
     def rows(self, start: Tensor, tokens: Tensor) -> Rows:
         return replace(self.model.rope(start, tokens.shape[1]), expand=self.expand)
+
+
+class FillDrafterProgram(PrefillProgram):
+    """A prefill of the drafter alone, with tokens whose steps made no drafts."""
+
+    def forward(  # type: ignore[override]
+        self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor, hidden: Tensor
+    ) -> State:
+        """Return the drafter's new state; hidden [1, T, E]: the main model's states there."""
+        assert self.drafter is not None
+        known, rows = torch.cat([tokens, ahead], dim=1), self.rows(start, tokens)
+        new = self.drafter.prefill(self.model, state, known, hidden, rows)
+        return {name: new[name] for name in state}
 
 
 class ScoreProgram(PrefillProgram):

@@ -13,10 +13,11 @@ from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, mo
 from mtpbuild.plugins import NODE_FACETS
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
+from mtpbuild.runtime.contract.programs import HIDDEN
 
 Specs = tuple[TensorSpec, ...]
-# Inputs and outputs of prefill and score that have an entry per token of the chunk.
-CHUNKED = ("tokens", "following", *SCORES)
+# Inputs and outputs of programs of prompts that have an entry per token of the chunk.
+CHUNKED = ("tokens", "following", HIDDEN, *SCORES)
 
 
 @dataclass(frozen=True)

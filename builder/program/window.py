@@ -44,8 +44,9 @@ class Window:
         narrowed = {
             "window": stored[:, : nextn + 1],
             "num_drafts": state["num_drafts"].clamp(max=nextn),
-            "draft_probs": state["draft_probs"][:, :nextn],
         }
+        if nextn:
+            narrowed["draft_probs"] = state["draft_probs"][:, :nextn]
         return cls(state | narrowed, (stored[:, nextn + 1 :],))
 
     @property

@@ -37,7 +37,8 @@ class DrafterRecord:
     states: maps a `Plan` to the drafter's additional states: role "carry", batch as the first
     dimension. Each call of the drafter must return new tensors for all of them.
 
-    adaptive: whether the class can also make fewer than nextn drafts in a step, down to none.
+    adaptive: whether the class can also make fewer than nextn drafts in a step. Steps without
+    drafts do not call it; a later `prefill` gets their tokens. Needs a lookahead of 1, no states.
 
     weights: maps the model's configuration to safetensors files of trained weights. Builds put them
     into the engine; the class reads them by `model.drafter.get_parameter(NAME)`. It may raise

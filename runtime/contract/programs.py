@@ -19,6 +19,8 @@ Piece: TypeAlias = tuple[int, int]  # the number under which rows are saved, and
 
 PREFILL = "prefill"  # the program of a prompt's chunk
 SCORE = "score"  # the same; also returns the log-probability of each token's successor
+FILL_DRAFTER = "fill_drafter"  # the drafter's part of PREFILL, after steps without drafts
+HIDDEN = "hidden"  # its input: hidden states that steps without drafts return
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step; MIXED reads the controls
 WEIGHT = "weights.{}"  # name of the input that carries a shared weight
 

@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
+    FILL_DRAFTER,
+    HIDDEN,
     PREFILL,
     SCORE,
     Bools,
     Constraint,
     Ints,
+    Piece,
     Scores,
     host_type,
 )
@@ -26,7 +29,10 @@ from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, resul
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
 LARGE = 1 << 24  # bytes from which a cache returns unused memory to the system
-FILLING = (PREFILL, SCORE)  # programs that run on a chunk of a prompt
+FILLING = (PREFILL, SCORE, FILL_DRAFTER)  # programs that run on a chunk of tokens
+# Tokens that a drafter misses at most before it is given them. So steps without drafts read its
+# module's weights once in so many tokens.
+MOST_MISSED = 32
 
 
 class HostMemory:
@@ -54,6 +60,7 @@ class HostSlots(Slots):
             for name, program in manifest.programs.items()
             if name not in FILLING
         }
+        self._most_missed = min(MOST_MISSED, manifest.build.prefill_chunk)
 
     def drafts(self, slot: int) -> list[int]:
         carries = self._carries[self._now]
@@ -78,14 +85,32 @@ class HostSlots(Slots):
         self.propose(slot, constraint.drafts, constraint.kept)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._caches.park(slot, start + len(tokens) - self.lookahead)
-        self._run_chunk(PREFILL, slot, self._prompt_inputs(start, tokens))
+        self._run_chunk(PREFILL, slot, self._begin_chunk(slot, start, tokens))
 
     def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
-        self._caches.park(slot, start + len(tokens) - self.lookahead)
-        inputs = self._prompt_inputs(start, tokens) | {"following": following[None]}
+        inputs = self._begin_chunk(slot, start, tokens) | {"following": following[None]}
         outputs = self._run_chunk(SCORE, slot, inputs)
         return Scores(**{name: array[0] for name, array in outputs.items()})
+
+    def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
+        self._fill_drafter(slot)
+        return super().save_rows(slot, start, pieces)
+
+    def _begin_chunk(self, slot: int, start: int, tokens: Ints) -> Arrays:
+        """Lay out a slot for a chunk of its prompt; return the inputs of the chunk's program."""
+        self._missed[slot] = []
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
+        return self._prompt_inputs(start, tokens)
+
+    def _fill_drafter(self, slot: int) -> None:
+        """Give a slot's drafter the tokens that it has missed."""
+        if missed := self._missed[slot]:
+            carries = self._carries[self._now]
+            tokens = np.array([*(token for token, _ in missed), carries["window"][slot, 0]])
+            given = self._prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
+            hidden = np.stack([hidden for _, hidden in missed])[None]
+            self._run_chunk(FILL_DRAFTER, slot, given | {HIDDEN: hidden})
+            self._missed[slot] = []
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         """Run a program on a chunk of a prompt; the next run may overwrite the returned outputs."""
@@ -97,6 +122,9 @@ class HostSlots(Slots):
         self._active[:] = active
         program, slots = self._choose(active, self._mixed)
         self._caches.pack(slots)
+        for slot, missed in enumerate(self._missed):
+            if missed and active[slot] and (self._nextn or len(missed) == self._most_missed):
+                self._fill_drafter(slot)
         return program, slots
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
-from mtpbuild.runtime.contract.programs import MIXED, SCORE, Bools, StepOutput
+from mtpbuild.runtime.contract.programs import HIDDEN, MIXED, SCORE, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
@@ -140,7 +140,12 @@ class OnnxPrograms(HostSlots):
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
-        return make_step_output(judged | {"window": before["window"][:, :T]} | outputs, slots)
+        arrays = judged | {"window": before["window"][:, :T]} | outputs
+        if (hidden := arrays.pop(HIDDEN, None)) is not None:
+            for slot in np.flatnonzero(active):
+                missed = int(before["window"][slot, 0]), hidden[slot, 0].copy()
+                self._missed[slot].append(missed)
+        return make_step_output(arrays, slots)
 
     def _run(self, binding: Any, program: str) -> None:
         self._sessions[program].run_with_iobinding(binding)
@@ -161,7 +166,9 @@ class OnnxPrograms(HostSlots):
         for name in given.keys() & inputs:
             value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
             binding.bind_ortvalue_input(name, value)
-        for name, array in results.items():
+        # A step without drafts passes on no `draft_probs`, since nobody reads them after it.
+        for name in results.keys() & {t.name for t in self._programs[program].outputs}:
+            array = results[name]
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:count]))
         # The rows in use are bound as input and output: the graph updates them in place.
         pointers, device = self._caches.pointers(), self._caches.device

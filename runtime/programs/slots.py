@@ -139,6 +139,8 @@ class Slots:
         self._bindings: dict[Any, Any] = {}  # programs' inputs; cleared when the layout changes
         self._most = self._nextn = manifest.build.nextn
         self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # for the prefix cache
+        # The newest tokens of each slot that its drafter has missed, each with its hidden state.
+        self._missed: list[list[tuple[int, Any]]] = [[] for _ in range(self._batch)]
 
     @property
     def state(self) -> Arrays:
@@ -150,6 +152,7 @@ class Slots:
         raise NotImplementedError
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
+        self._missed[slot] = []
         values: dict[str, Any] = {"lengths": length, "window": newest, "num_drafts": 0}
         values["thinking"] = controls.thinking
         if controls.history:
@@ -195,6 +198,7 @@ class Slots:
         return finite
 
     def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        self._missed[slot] = []
         self._caches.write(slot, [(self._saved[number], count) for number, count in pieces])
 
     def load_states(self, slot: int, number: int) -> None:
@@ -231,7 +235,7 @@ class Slots:
             for name, array in held.items():
                 given = carries.get(name, array)[source : source + 1]
                 self._memory.copy(given, array[target : target + 1])
-        self._mixed[target] = self._mixed[source]
+        self._mixed[target], self._missed[target] = self._mixed[source], self._missed[source]
 
     def draft(self, nextn: int) -> None:
         self._nextn = nextn

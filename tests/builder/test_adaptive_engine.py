@@ -7,20 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.state import module_rows
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.engine.step_times import StepSize, StepTable
 from mtpbuild.runtime.files import user_cache_folder
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+CHUNK, ROWS = 4, module_rows(0)
 HOT = replace(PLAIN, temperature=0.8, top_p=0.95, seed=5)
 
 
@@ -103,10 +108,67 @@ def test_text_is_that_of_plain_decoding(
         assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 0
 
 
+@pytest.mark.full
+@pytest.mark.xdist_group("predictable")
+@pytest.mark.usefixtures("few")
+def test_drafters_are_given_what_they_missed(predictable_engine: EngineBuilder) -> None:
+    """Rows and drafts after steps without drafts are those after a prompt, to the bit."""
+    folder = predictable_engine("auto", max_batch=3)
+    programs, fresh = load(folder), load(folder)
+    rng = np.random.default_rng(4)
+    known = {slot: rng.integers(9, 61, 7 - 3 * slot).tolist() for slot in (0, 1)}
+    for slot, tokens in known.items():
+        start(programs, slot, tokens)
+
+    def step(nextn: int) -> None:
+        programs.draft(nextn)
+        active = np.array([slot in known for slot in range(3)])
+        output = programs.step(active, max(map(len, known.values())) + 2)
+        for slot, tokens in known.items():
+            tokens += output.tokens[slot, : output.num_tokens[slot]].tolist()
+            if nextn:
+                start(fresh, 0, tokens[:-1])
+                fresh.step(np.arange(3) == 0, len(tokens) + 2)
+                assert programs.drafts(slot) == fresh.drafts(0)
+                check_rows(slot, programs.state[ROWS][slot, 0])
+
+    def check_rows(slot: int, rows: NDArray[Any], first: int = 0) -> None:
+        last = len(known[slot]) - 1
+        start(fresh, 0, known[slot])
+        np.testing.assert_array_equal(rows[: last - first], fresh.state[ROWS][0, 0, first:last])
+
+    for nextn in (0, 0, 0, 1, *[0] * 11, 1, 1, 0, 1, 0, 0):
+        step(nextn)
+    programs.move(1, 2)
+    known[2] = known.pop(1)
+    step(0)
+    last = len(known[2]) - 1
+    assert programs.save_rows(2, 3, [(1, last - 3)])
+    check_rows(2, programs.saved(1)[ROWS], 3)
+    step(0)
+    known[0] = rng.integers(9, 61, 12).tolist()
+    start(programs, 0, known[0])  # what an earlier request left is forgotten
+    assert programs.save_rows(0, 0, [(2, 11)])
+    check_rows(0, programs.saved(2)[ROWS])
+    step(1)
+
+
+def load(folder: Path) -> OnnxPrograms:
+    programs = load_programs(folder, read_manifest(folder), threads=1)
+    assert isinstance(programs, OnnxPrograms)
+    return programs
+
+
+def start(programs: OnnxPrograms, slot: int, tokens: list[int]) -> None:
+    for at in range(0, len(tokens) - 1, CHUNK):
+        programs.prefill(slot, at, np.array(tokens[at : at + CHUNK + 1]))
+    programs.begin(slot, len(tokens) - 1, tokens[-1])
+
+
 @pytest.mark.usefixtures("quick")
 def test_building_one(smallest: Path, tmp_path: Path) -> None:
     (built,) = build(BuildRequest(str(smallest), ("auto",), out=tmp_path / "e"))
     assert (built.manifest.build.drafts, built.manifest.build.drafter) == ("0 to 5", "mtp-eagle")
     counts = ("", *(f"_{k}" for k in range(5)))
     steps = {f"{kind}{k}" for kind in ("decode", "decode_mixed") for k in counts}
-    assert set(read_manifest(built.folder).programs) == {"prefill", *steps}
+    assert set(read_manifest(built.folder).programs) == {"prefill", "fill_drafter", *steps}

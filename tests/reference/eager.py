@@ -12,6 +12,8 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import (
+    FILL_DRAFTER,
+    HIDDEN,
     MIXED,
     PLAIN,
     Bools,
@@ -31,7 +33,7 @@ class EagerPrograms:
         self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self.plan = plan
         self.programs = {program.name: program for program in make_programs(plan, model)}
-        self.prefill_program = self.programs["prefill"]
+        self.missed: list[tuple[int, torch.Tensor]] = []  # in slot 0, by the drafter
         self.step_program, self.mixed_program = self.programs[PLAIN], self.programs[MIXED]
         self.tensors = {
             s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)
@@ -43,17 +45,22 @@ class EagerPrograms:
 
     @torch.no_grad()
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        given = torch.from_numpy(tokens)[None]
-        chunk = given.shape[1] - self.lookahead
-        names = self.prefill_program.state
-        state = {name: self.tensors[name][slot : slot + 1] for name in names}
+        self.missed = []
+        self.fill("prefill", slot, start, torch.from_numpy(tokens)[None])
+
+    def fill(
+        self, name: str, slot: int, start: int, given: torch.Tensor, *hidden: torch.Tensor
+    ) -> None:
+        program, chunk = self.programs[name], given.shape[1] - self.lookahead
+        state = {name: self.tensors[name][slot : slot + 1] for name in program.state}
         ahead = (given[:, chunk:],) if self.lookahead else ()
-        new = self.prefill_program.module(state, given[:, :chunk], torch.tensor([start]), *ahead)
-        for name in names:
+        new = program.module(state, given[:, :chunk], torch.tensor([start]), *ahead, *hidden)
+        for name in program.state:
             self.tensors[name][slot : slot + 1] = new[name]
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         assert controls.plain, "only the greedy program runs here"
+        self.missed = []
         self.tensors["lengths"][slot] = length
         self.tensors["num_drafts"][slot] = 0
         self.tensors["window"][slot] = 0
@@ -110,8 +117,18 @@ class EagerPrograms:
 
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:
-        before = self.tensors
-        self.tensors, outputs = self.step_program.module(before, torch.from_numpy(active))
+        before, names = self.tensors, self.step_program.state
+        if self.missed and HIDDEN not in self.step_program.results:
+            tokens = torch.stack([*(token for token, _ in self.missed), before["window"][0, 0]])
+            start = int(before["lengths"][0]) - len(self.missed)
+            hidden = torch.cat([hidden for _, hidden in self.missed], dim=1)
+            self.fill(FILL_DRAFTER, 0, start, tokens[None], hidden)
+            self.missed = []
+        given = {name: before[name] for name in names}
+        new, outputs = self.step_program.module(given, torch.from_numpy(active))
+        self.tensors = before | new
+        if HIDDEN in outputs:
+            self.missed.append((before["window"][0, 0], outputs.pop(HIDDEN)[:1]))
         arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
         return StepOutput(
             window=before["window"].numpy(), num_drafts=before["num_drafts"].numpy(), **arrays
