@@ -30,6 +30,7 @@ from serving import Server, ours
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset
+from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine
 
@@ -65,6 +66,7 @@ class Figure:
 FIGURES = {
     "reasoning": Figure("nextn 3 over nextn 0, reasoning", 0.15, 2.2, more_is_better=True),
     "code": Figure("nextn 3 over nextn 0, code", 0.15, 1.7, more_is_better=True),
+    "auto": Figure("nextn auto over the better of 0 and 3", 0.1, 0.96, more_is_better=True),
     "v": Figure("v: a step of 4 tokens over one of 1", 0.15, 1.2),
     "d": Figure("d: three drafts over a step of 1", 0.35, 0.25),
     "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
@@ -138,12 +140,13 @@ def real_size(threads: int) -> dict[str, float]:
 def figures(threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         asked = Dataset(num_requests=8, output_len=128)
-        built = BuildRequest(MODEL, (0, NEXTN))
+        built = BuildRequest(MODEL, (0, NEXTN, "auto"))
         (report,) = bench(BenchRequest(built, asked, threads=threads, out=Path(folder)))
-    row, engine = report.rows[-1], report.engines[NEXTN]
+    engine, (_, row, auto) = report.engines[NEXTN], report.rows
     return {
         "reasoning": row.speedup("reasoning").value,
         "code": row.speedup("code").value,
+        "auto": auto.speedup(ALL).value / max(1.0, row.speedup(ALL).value),
         "v": row.overall["verify_cost"],
         "d": row.overall["draft_cost"],
         "host": host_share(engine, threads),
