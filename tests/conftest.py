@@ -60,6 +60,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter take everything down in the end."""
+    gc.unfreeze()
+
+
 def group_of(item: pytest.Item) -> str:
     group = item.get_closest_marker("xdist_group")
     return item.path.stem if group is None else str(group.args[0])

@@ -87,10 +87,15 @@ def eagerly(model: PlainDeepseek) -> MakePrograms:
     return make
 
 
-def test_texts_of_every_nextn(eagerly: MakePrograms, model: PlainDeepseek) -> None:
+@pytest.mark.parametrize(
+    "engines", [ENGINES[::2], pytest.param(ENGINES, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_texts_of_every_nextn(
+    engines: list[tuple[int, DrafterName | None]], eagerly: MakePrograms, model: PlainDeepseek
+) -> None:
     """Drafting changes a text at near-ties alone."""
     asked, texts = prompts(20, 1, 6, 11), []
-    for nextn, drafter in ENGINES:
+    for nextn, drafter in engines:
         programs, manifest = eagerly(nextn, drafter)
         with Engine(programs, manifest) as engine:
             texts.append(run_prompts(engine, asked, [GREEDY] * len(asked), together=True))

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,19 @@ from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
+from tests.support.forecasts import counted_once
 from tests.support.invoke import invoke, refusal
 from tests.support.requests import build_request
 
 GIGACHAT = "gigachat3-10b-a1.8b-bf16"
 SIZES = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
 EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64} | dict.fromkeys(SIZES, 32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_count() -> Iterator[None]:
+    with counted_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -85,18 +85,31 @@ def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     return out
 
 
-def test_tokens(engine: Path, model: PlainDeepseek) -> None:
-    """O2, greedy and sampled, one after the other; twice the same, and relaxed runs too."""
+@pytest.fixture(scope="module")
+def undrafted(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a smaller one; `engine` is for what drafts change."""
+    return make(checkpoint, tmp_path_factory.mktemp("engines") / "n0", 0, drafter=None, tp=2)
+
+
+def test_tokens(undrafted: Path, model: PlainDeepseek) -> None:
+    """O2, greedy and sampled, one after the other; twice the same."""
+    with running(undrafted) as loaded:
+        check_texts(loaded, model, [PROMPT, [5], PROMPT, PROMPT], [GREEDY, GREEDY, HOT, GREEDY])
+        (follower,) = followers()
+    assert not followers(), "no zombie"
+    assert not Path(f"/proc/{follower}").exists()
+
+
+@pytest.mark.full
+def test_tokens_with_drafts(engine: Path, model: PlainDeepseek) -> None:
+    """The same with drafts and penalties; relaxed runs too."""
     asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT]
     penalised = replace(HOT, presence_penalty=1.0, repetition_penalty=1.3)
     with running(engine) as loaded:
         results = check_texts(loaded, model, asked, [GREEDY, GREEDY, HOT, GREEDY, penalised])
         assert len(loaded.generate(PROMPT, RELAXED).token_ids) == 16
-        (follower,) = followers()
     drafting = results[0].metrics.speculative_decoding
     assert 0 < drafting.num_accepted_draft_tokens < drafting.num_draft_tokens
-    assert not followers(), "no zombie"
-    assert not Path(f"/proc/{follower}").exists()
 
 
 def check_pool(folder: Path, model: PlainDeepseek) -> None:
@@ -273,8 +286,8 @@ def test_a_failed_engine_stays_failed(engine: Path) -> None:
 
 
 @pytest.fixture
-def copy(engine: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(engine, tmp_path / "copy")
+def copy(undrafted: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(undrafted, tmp_path / "copy")
 
 
 def test_a_folder_of_another_build(copy: Path) -> None:
@@ -311,29 +324,29 @@ def test_damage_on_another_rank(copy: Path) -> None:
     assert "rank2/x is not part of the engine" in invoke("inspect", copy)[2]
 
 
-def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_does_not_run(undrafted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
-        Engine.load(engine)
-    manifest, cores = read_manifest(engine), measure_limits().processors
+        Engine.load(undrafted)
+    manifest, cores = read_manifest(undrafted), measure_limits().processors
     many = 1 + 4 * cores
     crowded = manifest.model_copy(update={"build": manifest.build.model_copy(update={"tp": many})})
     says = rf"{many} ranks are too many for {cores} cores \(at most 4 each\): spread them over mach"
     with pytest.raises(UsageError, match=says):
-        start_ranks(engine, crowded).__enter__()
+        start_ranks(undrafted, crowded).__enter__()
     monkeypatch.setenv(ranks_module.TIMEOUT, "soon")
     with pytest.raises(UsageError, match="must be a number of seconds up to 86400, not 'soon'"):
-        start_ranks(engine, read_manifest(engine)).__enter__()
+        start_ranks(undrafted, read_manifest(undrafted)).__enter__()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):
-        Engine.load(engine)
+        Engine.load(undrafted)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(EngineError, match=r"RANK and WORLD_SIZE in the environment: .*'first'"):
-        Engine.load(engine)
+        Engine.load(undrafted)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EngineError, match="this is rank 1: it follows rank 0"):
-        Engine.load(engine)
+        Engine.load(undrafted)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="rank 0 is the engine"):
-        follow(engine)
+        follow(undrafted)

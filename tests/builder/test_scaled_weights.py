@@ -207,7 +207,8 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("slots", [1, 4])
 def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path: Path) -> None:
     """Prompts and open batches do too: an expert per token would be the model many times."""
     kept = kept_model(folder("fp8-experts"), tmp_path)

@@ -195,27 +195,31 @@ def test_asyncio(server: Live, engine: Engine) -> None:
         assert answer == greedy(engine, ids).text.split("</think>")[1]
 
 
-def test_the_process(tiny_engine: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("signals", "count", "code", "done"),
+    [(1, 400, 0, True), pytest.param(2, 1900, 130, False, marks=pytest.mark.full)],
+)
+def test_the_process(
+    signals: int, count: int, code: int, done: bool, tiny_engine: Callable[..., Path]
+) -> None:
     """SIGTERM: who streams gets all tokens, then the process ends with 0; another one ends it."""
     folder = tiny_engine(3)
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(folder), "--port", "0"]
-    body: dict[str, Any] = {"prompt": "x", "ignore_eos": True, "stream": True}
-    for signals, count, code, ends in ((1, 400, 0, {"data: [DONE]"}), (2, 1900, 130, set[str]())):
-        body["max_tokens"] = count
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            url = url_of(process)
-            with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-                lines = response.iter_lines()
-                first = json.loads(next(lines).removeprefix("data: "))
-                assert first["choices"]
-                for _ in range(signals):
-                    process.send_signal(signal.SIGTERM)
-                    time.sleep(0.05)  # one signal, not two that the system makes one of
-                seen = set[str]()
-                with contextlib.suppress(httpx2.RemoteProtocolError):
-                    for line in lines:
-                        seen.add(line)
-                assert {line for line in seen if line == "data: [DONE]"} == ends
-            assert process.wait(20) == code
-            assert re.fullmatch(ACCESS, process.stderr.read())
+    body = {"prompt": "x", "ignore_eos": True, "stream": True, "max_tokens": count}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = url_of(process)
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            first = json.loads(next(lines).removeprefix("data: "))
+            assert first["choices"]
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.05)  # one signal, not two that the system makes one of
+            seen = set[str]()
+            with contextlib.suppress(httpx2.RemoteProtocolError):
+                for line in lines:
+                    seen.add(line)
+            assert ("data: [DONE]" in seen) == done
+        assert process.wait(20) == code
+        assert re.fullmatch(ACCESS, process.stderr.read())

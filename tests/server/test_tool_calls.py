@@ -138,7 +138,7 @@ def test_whatever_is_said_arguments_are_an_object(form: str, data: st.DataObject
     assert found(form, text, None, list(text)) == whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     value=st.recursive(
         st.none() | TEXTS | st.integers(), lambda s: st.lists(s) | st.dictionaries(TEXTS, s)

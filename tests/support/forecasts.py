@@ -6,13 +6,17 @@ from functools import cache
 
 import pytest
 
-from mtpbuild.builder.forecast import forecast
+from mtpbuild.builder.forecast import cpu, forecast
 
 
 @contextlib.contextmanager
 def counted_once() -> Iterator[None]:
     """Keep what forecasts count, by model and ranks: R1 has 46,000 weights."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("find_layout", "count_gpu_classes"):
-            patch.setattr(forecast, name, cache(getattr(forecast, name)))
+        for module, name in (
+            (forecast, "find_layout"),
+            (forecast, "count_gpu_classes"),
+            (cpu, "count_classes"),
+        ):
+            patch.setattr(module, name, cache(getattr(module, name)))
         yield
