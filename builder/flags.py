@@ -50,7 +50,9 @@ class PlanFlags:
     max_batch: int = flag(1, "Requests that run at once.")
     bandwidth: float | None = flag(None, "GB/s of memory, with --cpu. Default: measured now.")
     context_len: int = flag(2048, "Cached tokens that a step reads per request.")
-    kv_cache: str = flag("bfloat16", "Type of the caches: bfloat16 or float32.")
+    cache_dtype: str = flag(
+        "auto", "Type of caches: bfloat16 or float32; with --cpu float32, bfloat16 or int8."
+    )
     prefill_chunk: int = flag(256, "Prompt tokens per prefill call.")
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights.")
 

@@ -16,7 +16,7 @@ from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag, given_flags, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
-    *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),
+    *("gpu", "tp", "ep", "attention_dp", "prefill_chunk"),
     *("measured", "picture"),
 )
 

@@ -35,6 +35,7 @@ from mtpbuild.builder.measure.host import Machine, measure_bandwidth, measure_ma
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan.recipe import name_model
 from mtpbuild.builder.show.tables import format_size, print_lines
+from mtpbuild.builder.targets.onnxruntime import CACHES
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.runtime.errors import UsageError
@@ -104,7 +105,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
-    request, layout = resolve_request(request)
+    request, layout = resolve_request(request, CACHES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
     fetched = needs_download(request)
@@ -113,6 +114,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     engines = [
         forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
+        if request.cache_dtype == CACHES[0] or any(each.format in FORMATS for each in model.classes)
     ]
     return CpuForecast(
         request=request,
@@ -156,7 +158,7 @@ def forecast_engine(
     file = count_file_bytes(model.classes)
     caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
     memory = [round(MAPPED * file) + cache for cache in caches]
-    load = StepLoad(request.max_batch, request.context_len, "float32")
+    load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     limit, most = model.config.max_position_embeddings, max(request.nextn)
@@ -170,12 +172,13 @@ def forecast_engine(
 
 
 def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
-    """Count the bytes of all requests' cache rows, windows included, in fp32.
+    """Count the bytes of all requests' cache rows, windows included.
 
     Recurrent states count twice: a step reads one copy and writes the other.
     """
     rows = request.max_seq_len + nextn + 1
-    return request.max_batch * (rows * model.cache_bytes(nextn, "float32") + 2 * model.state_bytes)
+    row = model.cache_bytes(nextn, request.cache_dtype)
+    return request.max_batch * (rows * row + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
@@ -191,6 +194,7 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
         "max_batch": request.max_batch,
         "max_seq_len": request.max_seq_len,
         "context_len": request.context_len,
+        "cache_dtype": request.cache_dtype,
         "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
         "checkpoint_bytes": f.checkpoint_bytes,
         "download_bytes": f.download,
@@ -201,7 +205,9 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
         "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
         "bandwidth_bytes_per_s": f.bandwidth,
         "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
-        "kv_bytes_per_token": [model.cache_bytes(nextn, "float32") for nextn in request.nextn],
+        "kv_bytes_per_token": [
+            model.cache_bytes(nextn, request.cache_dtype) for nextn in request.nextn
+        ],
         "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
@@ -267,11 +273,11 @@ def describe_fit(engine: CpuEngine) -> str:
 
 def _print_room(f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
+    row = f.model.cache_bytes(most, request.cache_dtype)
     shared = ", of which the download takes its part" if f.shares_disk else ""
     print_lines(
         f"memory: {MAPPED:g} times the engine, as "
-        f"measured (docs/plan.md), and caches: "
-        f"{f.model.cache_bytes(most, 'float32'):,} bytes per token in fp32, "
+        f"measured (docs/plan.md), and caches: {row:,} bytes per token ({request.cache_dtype}), "
         f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
         f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
         f"of ended requests besides, in at most 1/{SHARE} of what is then free "

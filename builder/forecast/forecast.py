@@ -6,12 +6,12 @@ it: launches, synchronisation and the all-reduces of 61 layers. They are fitted 
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.forecast.machines import find_gpu
-from mtpbuild.builder.forecast.step import CACHE_BYTES, CostModel, StepLoad, StepPart
+from mtpbuild.builder.forecast.step import CostModel, StepLoad, StepPart
 from mtpbuild.builder.forecast.weights import (
     CheckpointLayout,
     WeightClass,
@@ -20,13 +20,14 @@ from mtpbuild.builder.forecast.weights import (
     sum_portions,
 )
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan.plan import choose_drafter
+from mtpbuild.builder.plan.plan import check_cache_rows, choose_drafter
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 ByNextn = Mapping[int, float]
 USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
+CACHES = ("bfloat16", "float32")  # of the targets for GPUs; auto: the first
 RESERVED = 0.08  # share of a GPU's memory for driver, kernels, communication buffers, graphs
 # TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
 PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
@@ -185,7 +186,7 @@ class Forecast:
 def forecast(request: ForecastRequest) -> Forecast:
     """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
-    request, layout = resolve_request(request)
+    request, layout = resolve_request(request, CACHES)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
@@ -194,7 +195,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     formats = {weights.name: weights.format for weights in found if not weights.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, found, request.ranks, gpu)
-    load = StepLoad(request.max_batch, request.context_len, request.kv_cache)
+    load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     latency = fit_measured(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
@@ -203,7 +204,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         model=model,
         checkpoint_bytes=sum(p.bytes for p in sum_portions(layout, found).values()),
         weight_bytes=model.weight_bytes(most),
-        cache_bytes=model.cache_bytes(most, request.kv_cache),
+        cache_bytes=model.cache_bytes(most, load.cache),
         scratch_bytes=model.scratch_bytes(
             most, request.max_batch, request.prefill_chunk, request.max_seq_len
         ),
@@ -222,17 +223,20 @@ def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClas
     return count_classes(layout, ranks, style)
 
 
-def resolve_request(request: ForecastRequest) -> tuple[ForecastRequest, CheckpointLayout]:
-    """Check the flags and find the model's layout; fill in the usual nextn if none is given."""
+def resolve_request(
+    request: ForecastRequest, caches: Sequence[str]
+) -> tuple[ForecastRequest, CheckpointLayout]:
+    """Check the flags and find the model's layout; fill in the usual nextn and type of caches."""
     for name in ("max_seq_len", "max_batch", "context_len", "prefill_chunk"):
         if (value := getattr(request, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if request.kv_cache not in CACHE_BYTES:
-        known = ", ".join(CACHE_BYTES)
-        raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {known}")
+    dtype = caches[0] if request.cache_dtype == "auto" else request.cache_dtype
+    if dtype not in caches:
+        raise UsageError(f"--cache-dtype {dtype} is unknown; supported: {', '.join(caches)}")
     layout = find_layout(request.model, request.checkpoint)
+    check_cache_rows(layout.config, dtype)
     usual = USUAL_NEXTN if layout.config.num_nextn_predict_layers else (0,)
-    request = replace(request, nextn=request.nextn or usual)
+    request = replace(request, nextn=request.nextn or usual, cache_dtype=dtype)
     for nextn in request.nextn:
         choose_drafter(layout.config, nextn, None)
     return request, layout

@@ -41,6 +41,7 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
         "max_batch": request.max_batch,
         "max_seq_len": request.max_seq_len,
         "context_len": request.context_len,
+        "cache_dtype": request.cache_dtype,
         "checkpoint_bytes": f.checkpoint_bytes,
         "weights_bytes_per_rank": round(f.weight_bytes),
         "tensorrt_weights_bytes_per_rank": round(f.tensorrt_bytes),
@@ -167,7 +168,7 @@ def _print_assumptions(f: Forecast) -> None:
     request, latency = f.request, f.latency
     print_lines(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
-        f"cached tokens ({request.kv_cache})",
+        f"cached tokens ({request.cache_dtype})",
         f"step = {1e3 * latency.base:.2f} ms + {1e3 * latency.per_draft:.2f} ms x nextn + "
         f"roofline; constants: {latency.source}",
     )

@@ -184,6 +184,15 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     return (*specs, *drafter_states(plan, {spec.name for spec in specs}))
 
 
+def check_cache_rows(config: ModelConfig, dtype: str) -> None:
+    """Raise UsageError for int8 caches of a model whose rows can't be int8."""
+    family = family_of(config)
+    if dtype == "int8" and not family.cache_sections(config):
+        raise UsageError(
+            f"--cache-dtype int8: {family.name} has cache rows that can't be int8: use bfloat16"
+        )
+
+
 def int8_width(width: int, sections: Iterable[int]) -> int:
     """Return the bytes of a cache row in int8; its sections are repeated up to the width."""
     sizes = [*sections] or [1]

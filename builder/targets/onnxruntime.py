@@ -83,7 +83,7 @@ class OnnxRuntime(Target):
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Refuse smaller caches in an engine whose products are in fp32, or without its kernels."""
-        from mtpbuild.builder.models import family_of
+        from mtpbuild.builder.plan.plan import check_cache_rows
 
         if (dtype := plan.style.cache_dtype) is None:
             return
@@ -92,11 +92,7 @@ class OnnxRuntime(Target):
                 f"--cache-dtype {dtype} is for engines of int8 or int4 weights: "
                 f"{model.source.name} would be one of {model.weights_type}"
             )
-        family = family_of(plan.config)
-        if dtype == "int8" and not family.cache_sections(plan.config):
-            raise UsageError(
-                f"--cache-dtype int8: {family.name} has cache rows that can't be int8: use bfloat16"
-            )
+        check_cache_rows(plan.config, dtype)
 
     def info(self, plan: "Plan") -> "TargetInfo":
         from mtpbuild.builder.targets.onnx_graph import OPSET

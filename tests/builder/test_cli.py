@@ -61,8 +61,8 @@ FLAGS = {
     "eval": None,  # in test_evaluate.py
     "inspect": None,
     "list": "--json",
-    "plan": "--acceptance --attention-dp --bandwidth --checkpoint --context-len --cpu "
-    "--ep --gpu --json --kv-cache --max-batch --max-seq-len --measured --model --nextn --picture "
+    "plan": "--acceptance --attention-dp --bandwidth --cache-dtype --checkpoint --context-len "
+    "--cpu --ep --gpu --json --max-batch --max-seq-len --measured --model --nextn --picture "
     "--prefill-chunk --tp",
     "prefix": None,
     "quantize": "--calibrate --calibration-text --checkpoint --exclude --force --head --model "

@@ -105,7 +105,7 @@ def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
         one = forecast(ForecastRequest(name, (0,), ranks=ranks))
         assert one.weight_bytes / 1e9 == pytest.approx(main, rel=1e-3)
     assert fp4.cache_bytes == 71424
-    plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, kv_cache="float32"))
+    plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, cache_dtype="float32"))
     assert plain.cache_bytes == 2 * 70272
 
 
@@ -284,7 +284,7 @@ def test_tables(tmp_path: Path) -> None:
         ("--measured 1=5,1=6", "give tokens/s at two different nextn"),
         ("--measured 0=5000,1=9000", "beyond the machine's memory and arithmetic (nextn 0: 0.20"),
         ("--nextn 0,1 --measured 0=111,3=250", "--measured: nextn 3 is not among --nextn"),
-        ("--kv-cache int8", "--kv-cache int8 is unknown; supported: bfloat16, float32"),
+        ("--cache-dtype int8", "--cache-dtype int8 is unknown; supported: bfloat16, float32"),
         ("--max-batch 0", "--max-batch 0 must be at least 1"),
     ],
 )

@@ -201,12 +201,29 @@ def test_this_machine(tmp_path: Path) -> None:
         measure_machine(tmp_path)
 
 
+def test_smaller_caches() -> None:
+    """As `build --cache-dtype` makes them: for integer weights, in int8 with scales."""
+    floats, ints = (foretold(GIGACHAT, 0, 1, cache_dtype=each) for each in ("auto", "int8"))
+    assert [engine.weights for engine in ints.engines] == ["int8", "int4"]
+    rows = [f.model.cache_bytes(1, f.request.cache_dtype) for f in (floats, ints)]
+    assert rows == [27 * 576 * 4, 27 * (576 + 2 * 18)]
+    memory = [f.engines[-1].memory[1] for f in (floats, ints)]
+    assert memory[0] - memory[1] == (rows[0] - rows[1]) * (floats.request.max_seq_len + 2)
+    reads = [f.engines[-1].reads[0] for f in (floats, ints)]
+    assert reads[0] - reads[1] == pytest.approx(26 * 2048 * (576 * 4 - 612))
+    stored = foretold("deepseek-tiny-int4", 0, cache_dtype="bfloat16")
+    assert [engine.weights for engine in stored.engines] == [None, "int8", "int4"]
+    with pytest.raises(UsageError, match=r"--cache-dtype int8: .* can't be int8: use bfloat16$"):
+        foretold("glm-5", 0, cache_dtype="int8")
+
+
 def test_json() -> None:
     code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", "--nextn", "0,1", "--json")
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
     assert " ".join(sorted(found)) == (
-        "acceptance_lengths bandwidth_bytes_per_s checkpoint_bytes context_len disk_free_bytes "
+        "acceptance_lengths bandwidth_bytes_per_s cache_dtype checkpoint_bytes context_len "
+        "disk_free_bytes "
         "distinct_experts download_bytes engines "
         "kv_bytes kv_bytes_per_token max_batch max_seq_len memory_available_bytes memory_bytes "
         "model nextn portions target"
@@ -227,7 +244,7 @@ def test_tables(smallest: Path) -> None:
     assert (code, err) == (0, "")
     assert "download: 62.44 GB to " in out
     assert all(f" {name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
-    assert "110,592 bytes per token in fp32" in out  # 48 x 576 x 4
+    assert "110,592 bytes per token (float32)" in out  # 48 x 576 x 4
     assert "of memory" in out
     code, out, err = invoke("plan", "--model", smallest, "--cpu")
     assert (code, err) == (0, "")
@@ -282,7 +299,8 @@ for plan in {plans}:
     [
         ("--gpu b200", "--cpu does not go with --gpu: they are for plans of GPUs"),
         ("--tp 1 --ep 1 --attention-dp", "--cpu does not go with --tp, --ep, --attention-dp: "),
-        ("--kv-cache float32 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
+        ("--prefill-chunk 64", "does not go with --prefill-chunk: "),
+        ("--cache-dtype fp8", "--cache-dtype fp8 is unknown; supported: float32, bfloat16, int8"),
         ("--bandwidth 0", "--bandwidth 0 must be above 0"),
         ("--measured 0=1,1=2", "does not go with --measured: "),
         ("--picture x.png", "does not go with --picture: "),
