@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,12 @@ from script import parse_flags, run
 from serving import Server, ours
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
+from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset
 from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine
 
 RECORDED = Path(__file__).parent / "results" / "check.json"
@@ -79,8 +82,9 @@ FIGURES = {
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
     "prompt": Figure("4 layers of 10B: tokens/s of a prompt over a step's", 0.25, 15, True),
+    "int8": Figure("a step behind 1,950 tokens: int8 caches over fp32", 0.1, 0.75),
 }
-LAYERS = 4
+LAYERS, CACHED = 4, 1950
 
 
 def build_and_serve() -> dict[str, float]:
@@ -114,6 +118,23 @@ def host_share(engine: str, threads: int) -> float:
         inside, outside, _ = measure(loaded, 256)
     program, host = statistics.median(inside), statistics.median(outside)
     return 100 * host / (program + host)
+
+
+def int8_caches(threads: int) -> float:
+    """Measure a step behind CACHED tokens with int8 caches over one with fp32 caches."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        engines = list[Engine]()
+        for caches in ("int8", "float32"):
+            out, options = Path(folder) / caches, {"cache_dtype": caches}
+            scheme = build_scheme("int8")
+            (built,) = build(BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options))
+            loaded = Engine.load(built.folder, threads=threads, overlap=False, prefix_cache=False)
+            engines.append(stack.enter_context(loaded))
+        prompt, found = list(range(1, CACHED + 1)), list[float]()
+        for _ in range(5):
+            narrow, wide = (measure(engine, 32, prompt)[0] for engine in engines)
+            found.append(statistics.median(narrow) / statistics.median(wide))
+    return statistics.median(found)
 
 
 def real_size(threads: int) -> dict[str, float]:
@@ -153,6 +174,7 @@ def figures(threads: int) -> dict[str, float]:
         "load": load_seconds(engine, threads),
         **build_and_serve(),
         **real_size(threads),
+        "int8": int8_caches(threads),
     }
 
 

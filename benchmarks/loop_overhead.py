@@ -22,13 +22,15 @@ from mtpbuild.runtime import Engine, SamplingParams
 PROMPT = "def fibonacci(n):"
 
 
-def measure(engine: Engine, tokens: int) -> tuple[list[float], list[float], float]:
+def measure(
+    engine: Engine, tokens: int, prompt: list[int] | None = None
+) -> tuple[list[float], list[float], float]:
     """Run one request; return each step's seconds in and outside the program, and tokens/step."""
     timed: Any = TimedPrograms(engine._loop.programs)
     engine._loop.programs = timed
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)
-    prompt = PROMPT if engine.tokenizer else [5, 6, 7]
+    prompt = prompt or (PROMPT if engine.tokenizer else [5, 6, 7])
     emitted = sum(len(chunk.token_ids) for chunk in engine.stream(prompt, params))
     steps = timed.calls["step"]
     outside = [later - end for (_, end), (later, _) in pairwise(steps)]

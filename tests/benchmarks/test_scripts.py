@@ -99,6 +99,7 @@ def test_what_got_worse() -> None:
     then = {
         "reasoning": 2.0, "code": 1.5, "auto": 1.0, "v": 1.5, "d": 0.4, "host": 2.0, "load": 0.4,
         "build": 40, "step": 1.9, "memory": 1.4, "http1": 1.0, "http8": 1.0, "prompt": 15.0,
+        "int8": 0.9,
     }  # fmt: skip
     recorded = {"figures": then}
     assert set(then) == set(check.FIGURES)
@@ -107,6 +108,7 @@ def test_what_got_worse() -> None:
     better = {
         "reasoning": 2.5, "code": 1.9, "auto": 1.1, "v": 1.1, "d": 0.2, "host": 1.0, "load": 0.2,
         "build": 9, "step": 1.6, "memory": 1.2, "http1": 1.1, "http8": 1.1, "prompt": 20.0,
+        "int8": 0.8,
     }  # fmt: skip
     assert check.report(better, recorded)[1] == []
     _, worse = check.report(then | {"code": 1.2, "v": 1.8}, recorded)

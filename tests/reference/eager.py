@@ -119,7 +119,7 @@ class EagerPrograms:
     def step(self, active: Bools, rows: int) -> StepOutput:
         before, names = self.tensors, self.step_program.state
         if self.missed and HIDDEN not in self.step_program.results:
-            tokens = torch.stack([*(token for token, _ in self.missed), before["window"][0, 0]])
+            tokens = torch.tensor([*(token for token, _ in self.missed), before["window"][0, 0]])
             start = int(before["lengths"][0]) - len(self.missed)
             hidden = torch.cat([hidden for _, hidden in self.missed], dim=1)
             self.fill(FILL_DRAFTER, 0, start, tokens[None], hidden)
@@ -128,7 +128,7 @@ class EagerPrograms:
         new, outputs = self.step_program.module(given, torch.from_numpy(active))
         self.tensors = before | new
         if HIDDEN in outputs:
-            self.missed.append((before["window"][0, 0], outputs.pop(HIDDEN)[:1]))
+            self.missed.append((int(before["window"][0, 0]), outputs.pop(HIDDEN)[:1]))
         arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
         return StepOutput(
             window=before["window"].numpy(), num_drafts=before["num_drafts"].numpy(), **arrays
