@@ -141,9 +141,7 @@ struct Attention : FloatOperator {
                  const S& splits, const A& attend, const F& finish) const {
     int64_t block = product(2 + latent, LANES), size = product(blocks, block);
     int64_t enough = std::max<int64_t>(16, 4 * ort::most_threads);
-    auto fold = [&](float* into, float* later) {
-      k.fold(partial(into), partial(later), latent);
-    };
+    auto fold = [&](float* into, float* later) { k.fold(partial(into), partial(later), latent); };
     if (count >= enough || most <= 1) {
       return tasks(call, count, work, [&](int64_t i) {
         auto parts = scratch<float>(2, size);
@@ -332,8 +330,8 @@ struct Attention : FloatOperator {
       auto scores = scratch<float>(lanes.count, mtp::SPLIT);
       auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 4));
       own.k.attend_integers(
-          {lanes.count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()}, own.latent,
-          part);
+          {lanes.count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()},
+          own.latent, part);
     }
   };
 
