@@ -30,8 +30,8 @@ def measure(
     engine._loop.programs = timed
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)
-    prompt = prompt or (PROMPT if engine.tokenizer else [5, 6, 7])
-    emitted = sum(len(chunk.token_ids) for chunk in engine.stream(prompt, params))
+    asked: str | list[int] = prompt or (PROMPT if engine.tokenizer else [5, 6, 7])
+    emitted = sum(len(chunk.token_ids) for chunk in engine.stream(asked, params))
     steps = timed.calls["step"]
     outside = [later - end for (_, end), (later, _) in pairwise(steps)]
     return timed.seconds("step")[1:], outside, emitted / len(steps)

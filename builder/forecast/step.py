@@ -128,7 +128,7 @@ class CostModel:
 
         passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
         """
-        c, context, read, operations = self.costs, load.context, 0, 0.0
+        c, context, read, operations = self.costs, load.context, 0.0, 0.0
         for width in filter(None, widths):
             attended = c.attended or width
             scoring = c.scoring if width > attended else 0.0

@@ -21,7 +21,8 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
 from mtpbuild.runtime.prefix_cache import files as prefix_files
-from mtpbuild.runtime.prefix_cache.files import PrefixFile, identity, prefix_file
+from mtpbuild.runtime.prefix_cache.files import PrefixFile, PrefixFiles, identity, prefix_file
+from mtpbuild.runtime.prefix_cache.tree import RowSpan
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
@@ -211,6 +212,23 @@ def test_rows_belong_to_all_that_they_depend_on(engine: Path) -> None:
     others["states"] = manifest.model_copy(update={"state": manifest.state[1:]})
     same = {name for name, other in others.items() if identity(other) == identity(manifest)}
     assert same == {prefix_file("one")}
+
+
+def test_a_file_of_int8_rows(bare: Path, tmp_path: Path) -> None:
+    """Each byte comes back, whether it is a value or a part of a scale."""
+    manifest, rng = read_manifest(bare), np.random.default_rng(0)
+    narrow = [s.model_copy(update={"dtype": "int8"}) for s in manifest.state if s.role == "rows"]
+    files = PrefixFiles(manifest.model_copy(update={"state": tuple(narrow)}))
+    sizes = {s.name: (5, s.sizes["width"]) for s in narrow}
+    rows = {n: rng.integers(-128, 128, size).astype(np.int8) for n, size in sizes.items()}
+    span = RowSpan("", 0, tuple(range(5 + files.lookahead)))
+    files.write(tmp_path / "rows", span, rows)
+    found = files.open(tmp_path / "rows")
+    assert found.is_whole
+    assert found.span == span
+    assert {n: (a.dtype, a.tobytes()) for n, a in found.rows.items()} == {
+        n: (a.dtype, a.tobytes()) for n, a in rows.items()
+    }
 
 
 def test_refit_makes_them_anew(engine: Path, predictable: Any, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ KINDS = [  # model, weights, caches
         ]
     ),
 ]
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
 TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 
 
@@ -82,17 +83,31 @@ def test_alone_or_beside_others(engines: Sequence[Path], count: int) -> None:
 def test_prefixes(engines: Sequence[Path]) -> None:
     """A prompt that goes on from rows of another one says what it says from a cold start."""
     _, many = engines
-    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
     prompt = [5, 9, 40, 11, 3]
     with (
         Engine.load(many, threads=1, prefix_cache=True) as warm,
         Engine.load(many, threads=1, prefix_cache=False) as cold,
     ):
         for _ in range(5):
-            one, other = (engine.generate(prompt, params) for engine in (warm, cold))
+            one, other = (engine.generate(prompt, PARAMS) for engine in (warm, cold))
             assert one.token_ids == other.token_ids
             assert one.logprobs == other.logprobs
             prompt = [*prompt, *one.token_ids, 7]
+
+
+@pytest.mark.full
+def test_int8_rows_on_disk(tmp_path: Path) -> None:
+    """A process that reads rows which another one kept says what it says from a cold start."""
+    folder, options = save(tmp_path / "model", "few"), {"cache_dtype": "int8"}
+    asked = BuildRequest(str(folder), nextn=(1,), max_seq_len=160, scheme=build_scheme("int8"))
+    (built,) = build(replace(asked, out=tmp_path / "engine", options=options))
+    found, warm = list[Any](), {"prefix_cache": True, "prefix_cache_dir": tmp_path / "kept"}
+    for how in ({"prefix_cache": False}, warm, warm):
+        with Engine.load(built.folder, threads=1, **how) as engine:
+            found.append(engine.generate([5, 9, 40, 11, 3] * 20, PARAMS))
+    assert [each.metrics.cached_tokens > 0 for each in found] == [False, False, True]
+    assert [each.token_ids for each in found] == 3 * [found[0].token_ids]
+    assert [each.logprobs for each in found] == 3 * [found[0].logprobs]
 
 
 def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:

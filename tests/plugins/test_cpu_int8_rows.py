@@ -228,4 +228,4 @@ def test_work_for_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 names = ("q", "cache", "fresh", "base", "first")
                 operands = {name: (given | {"cache": cache})[name] for name in names}
                 found += run("Attention", operands, (F,), 2, **how)
-            np.testing.assert_array_equal(*found)
+            np.testing.assert_array_equal(found[0], found[1])
