@@ -19,14 +19,14 @@ from one.report import NONE, Aim, over
 from one.run import Run
 from one.section import Data, Found
 from one.shapes import small
-from one.sides import Measured, decode, ours, take_turns
+from one.sides import WARM, Measured, decode, ours, take_turns
 
 MOST = 5  # drafts of `--nextn auto`
 COUNTS = range(MOST + 1)
 PLAIN, AUTO = "nextn 0", "nextn auto"
 ODDS = (0.0, 0.3, 0.6, 0.85, 0.95)  # of each draft, if those before it were accepted
 LOADS = ((32, 1), (32, 8), (1024, 1), (1024, 4), (8192, 1), (8192, 8))  # cached tokens, requests
-STEPS, FIXED_STEPS = 120, 16
+STEPS, FIXED_STEPS = 120, 66  # without drafts the MTP module runs once in 32 steps
 SKIPPED = 32  # tokens at the start of each request that are not counted
 WEIGHTS = "int8"
 AIM = Aim(0.98, at_least=True)  # of nextn 0's tokens per second
@@ -128,12 +128,14 @@ def speed(measured: Measured, side: str, case: Case) -> float | None:
 
 def best_fixed(measured: Measured, case: Case) -> tuple[float, int] | None:
     """Return the tokens per second of the best fixed nextn, and that nextn."""
-    seconds = [measured.step(AUTO, case.fixed(nextn)) for nextn in COUNTS]
-    found = [
-        (case.batch * case.tokens(nextn) / each, nextn)
-        for nextn, each in enumerate(seconds)
-        if each is not None
-    ]
+    found = []
+    for nextn in COUNTS:
+        answers = [
+            each[ask] for each in measured.rounds[AUTO] if (ask := case.fixed(nextn)) in each
+        ]
+        means = [statistics.fmean(answer["steps"][WARM:]) for answer in answers]
+        if means:
+            found.append((case.batch * case.tokens(nextn) / statistics.median(means), nextn))
     return max(found, default=None)
 
 

@@ -349,8 +349,8 @@ class LoadedEngine:
 def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingParams]) -> None:
     """Fill in a short prompt and run a step, once for each of these settings.
 
-    An adaptive engine runs a step with each nextn, which is a program of its own. The slot stays
-    free.
+    An adaptive engine runs a step with each nextn, which is a program of its own; its step with one
+    draft first fills in what the step without drafts left out. The slot stays free.
     """
     build = manifest.build
     length = min(WARM_UP, build.prefill_chunk, build.max_seq_len - 1)
@@ -360,8 +360,9 @@ def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingP
         for nextn in range(build.nextn + 1) if build.adaptive else (None,):
             if nextn is not None:
                 cast(Adaptive, programs).draft(nextn)
-            programs.begin(0, length, 0, make_step_controls([0], params, manifest))
-            programs.step(active, length + manifest.window)
+            if nextn != 1:
+                programs.begin(0, length, 0, make_step_controls([0], params, manifest))
+            programs.step(active, length + 1 + manifest.window)
 
 
 def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:

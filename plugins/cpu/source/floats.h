@@ -60,19 +60,40 @@ void float_tile(const FloatTile& t, int64_t last) {
     }
 }
 
+constexpr int most_vectors(int rows) { return rows == 1 ? LONE_VECTORS : FLOAT_VECTORS; }
+
+// Selects the tile for `rows` <= ROWS and `vectors` <= VECTORS.
+template <int ROWS, int VECTORS>
+void some_vectors(const FloatTile& t, int64_t vectors, int64_t last) {
+  if constexpr (VECTORS > 1)
+    if (vectors < VECTORS) return some_vectors<ROWS, VECTORS - 1>(t, vectors, last);
+  float_tile<ROWS, VECTORS>(t, last);
+}
+
+template <int ROWS>
+void some_float_rows(FloatTile t, int64_t rows, int64_t columns) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return some_float_rows<ROWS - 1>(t, rows, columns);
+  constexpr int MOST = most_vectors(ROWS);
+  for (int64_t left = (columns + 15) / 16; left > 0;) {
+    int64_t some = next_tile(left, MOST);
+    left -= some;
+    int64_t last = left ? 16 : columns - 16 * (t.vector + some - 1);
+    some_vectors<ROWS, MOST>(t, some, last);
+    t.vector += some;
+  }
+}
+
 void multiply_floats(const mtp::FloatPanels& w, int64_t columns, int64_t rows,
                      const float* const* x, float* const* out) {
   int64_t stretch = rows > FLOAT_ROWS ? STRETCH : w.inputs, begin = 0;
-  int64_t vectors = (columns + 15) / 16;
   do {
     int64_t end = w.inputs - begin < stretch ? w.inputs : begin + stretch;
-    in_tiles<FLOAT_ROWS>(rows, [&](auto size, int64_t m) {
-      constexpr int ROWS = size();
-      in_tiles<ROWS == 1 ? LONE_VECTORS : FLOAT_VECTORS>(vectors, [&](auto some, int64_t first) {
-        int64_t last = first + some() < vectors ? 16 : columns - 16 * (vectors - 1);
-        float_tile<ROWS, some()>({w, first, begin, end, x + m, out + m}, last);
-      });
-    });
+    for (int64_t m = 0; m < rows;) {
+      int64_t some = next_tile(rows - m, FLOAT_ROWS);
+      some_float_rows<FLOAT_ROWS>({w, 0, begin, end, x + m, out + m}, some, columns);
+      m += some;
+    }
     begin = end;
   } while (begin < w.inputs);
 }

@@ -32,36 +32,6 @@ void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
   for (int64_t b = 0; b < blocks; b++) out[b] = {NAN, 0, {}};
 }
 
-// Returns how many of what is left the next tile takes. Tiles of similar sizes share the work per
-// block best: 7 rows are 4 + 3, not 6 + 1.
-inline int64_t next_tile(int64_t left, int64_t most) {
-  if (left >= 2 * most) return most;
-  return left > most ? (left + 1) / 2 : left;
-}
-
-// std::integral_constant is no alternative, as instruction sets would share its functions.
-template <int N>
-struct Constant {
-  constexpr int operator()() const { return N; }
-};
-
-// Calls f with `count`, 1 to MOST, as a constant.
-template <int MOST, class F>
-void with_constant(int64_t count, const F& f) {
-  if constexpr (MOST > 1)
-    if (count < MOST) return with_constant<MOST - 1>(count, f);
-  f(Constant<MOST>());
-}
-
-// Cuts `count` into tiles; calls f with the size of each, a constant, and the number before it.
-template <int MOST, class F>
-void in_tiles(int64_t count, const F& f) {
-  for (int64_t first = 0, some; first < count; first += some) {
-    some = next_tile(count - first, MOST);
-    with_constant<MOST>(some, [&](auto size) { f(size, first); });
-  }
-}
-
 // Multiplies rows by WIDE vectors of a panel's outputs, from vector `first` on.
 template <int BITS, int SCALES, int ROWS>
 void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, float* const* out) {
@@ -119,6 +89,22 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
     for (int v = 0; v < WIDE; v++) store(out[m] + 16 * (first + v), totals[m][v]);
 }
 
+// Selects the tile for `rows` <= ROWS.
+template <int BITS, int SCALES, int ROWS>
+void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::InputBlock* const* in,
+               float* const* out) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return some_rows<BITS, SCALES, ROWS - 1>(panel, first, rows, in, out);
+  tile<BITS, SCALES, ROWS>(panel, first, in, out);
+}
+
+// Returns how many of the remaining rows the next tile takes. Tiles of similar sizes share the work
+// per block best: 7 rows are 4 + 3, not 6 + 1.
+inline int64_t next_tile(int64_t left, int64_t most) {
+  if (left >= 2 * most) return most;
+  return left > most ? (left + 1) / 2 : left;
+}
+
 template <int BITS, int SCALES = mtp::PANEL>
 void multiply(const mtp::Panel& panel, int64_t rows, const mtp::InputBlock* const* in,
               float* const* out) {
@@ -126,10 +112,12 @@ void multiply(const mtp::Panel& panel, int64_t rows, const mtp::InputBlock* cons
     return (panel.wide == mtp::ZEROED    ? multiply<BITS, mtp::ZEROED>
             : panel.wide == mtp::SHIFTED ? multiply<BITS, mtp::SHIFTED>
                                          : multiply<BITS, mtp::PANEL>)(panel, rows, in, out);
-  in_tiles<TILE_ROWS>(rows, [&](auto size, int64_t m) {
+  for (int64_t m = 0; m < rows;) {
+    int64_t some = next_tile(rows - m, TILE_ROWS);
     for (int first = 0; first < 2; first += WIDE)
-      tile<BITS, SCALES, size()>(panel, first, in + m, out + m);
-  });
+      some_rows<BITS, SCALES, TILE_ROWS>(panel, first, some, in + m, out + m);
+    m += some;
+  }
 }
 
 }  // namespace
