@@ -58,6 +58,17 @@ class EagerPrograms:
         for name in program.state:
             self.tensors[name][slot : slot + 1] = new[name]
 
+    @torch.no_grad()
+    def fill_drafter(self) -> None:
+        """Give slot 0's drafter the tokens that it has missed."""
+        if self.missed:
+            newest = self.tensors["window"][0, 0]
+            tokens = torch.tensor([*(token for token, _ in self.missed), newest])
+            start = int(self.tensors["lengths"][0]) - len(self.missed)
+            hidden = torch.cat([hidden for _, hidden in self.missed], dim=1)
+            self.fill(FILL_DRAFTER, 0, start, tokens[None], hidden)
+            self.missed = []
+
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         assert controls.plain, "only the greedy program runs here"
         self.missed = []
@@ -118,12 +129,8 @@ class EagerPrograms:
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:
         before, names = self.tensors, self.step_program.state
-        if self.missed and HIDDEN not in self.step_program.results:
-            tokens = torch.tensor([*(token for token, _ in self.missed), before["window"][0, 0]])
-            start = int(before["lengths"][0]) - len(self.missed)
-            hidden = torch.cat([hidden for _, hidden in self.missed], dim=1)
-            self.fill(FILL_DRAFTER, 0, start, tokens[None], hidden)
-            self.missed = []
+        if HIDDEN not in self.step_program.results:
+            self.fill_drafter()
         given = {name: before[name] for name in names}
         new, outputs = self.step_program.module(given, torch.from_numpy(active))
         self.tensors = before | new

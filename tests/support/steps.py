@@ -58,6 +58,7 @@ def check_steps(plan: Plan, model: CausalLM, reference: PlainLM, accepts_all: bo
         tokens, saw = run.steps(prompt, 10)
         seen.accepted |= saw.accepted
         seen.num_drafts |= saw.num_drafts
+        programs.fill_drafter()
         check_state(programs, reference, tokens)
     assert seen.accepted == set(range(1, nextn + 2)) or not accepts_all
     assert seen.num_drafts == set(range(nextn + 1))
