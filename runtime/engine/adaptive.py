@@ -51,8 +51,8 @@ class AdaptiveNextn(StepLauncher):
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         requests = [request for _, request in running]
-        mixed = not all(request.controls.plain for request in requests)
-        size = StepSize(running[-1][0] + 1, sum(r.length for r in requests), mixed)
+        sampling = sum(request.controls.temperature > 0 for request in requests)
+        size = StepSize(running[-1][0] + 1, sum(r.length for r in requests), sampling)
         left = {r: r.params.max_tokens - len(r.token_ids) for r in requests}
         nextn = self.choose(left, size)
         cast(Adaptive, programs).draft(nextn)

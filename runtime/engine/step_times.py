@@ -42,11 +42,14 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on beside nextn; rows: cached rows of all its slots together."""
+    """What a step's time depends on beside nextn.
+
+    rows: cached rows of all its slots together. sampling: those slots that sample.
+    """
 
     slots: int
     rows: int
-    mixed: bool = False
+    sampling: int = 0
 
 
 class StepTable(BaseModel):
@@ -55,7 +58,7 @@ class StepTable(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     slots: dict[int, list[float]] = {}  # by number of slots, with SHORT rows each
-    mixed: list[float] = []  # one slot, by the program that reads controls
+    sampled: list[float] = []  # one slot, which samples
     long: list[float] = []  # one slot, with LONG rows or as many as fit
 
 
@@ -69,7 +72,7 @@ class StepTimes:
         self._sizes = sorted(slots)
         self._times = np.array([slots[size] for size in self._sizes])  # [sizes, nextn + 1]
         short = self._times[0]
-        self._per_mixed_slot = _fit_line(np.array(table.mixed or short) - short)
+        self._per_sampling_slot = _fit_line(np.array(table.sampled or short) - short)
         self._per_row = _fit_line(np.array(table.long or short) - short)
         self._per_row /= max(long_rows - SHORT, 1)
         self._scale = 1.0
@@ -81,8 +84,7 @@ class StepTimes:
         slots = [np.interp(size.slots, self._sizes, times) for times in self._times.T]
         rows = max(size.rows - SHORT * size.slots, 0)
         found: Seconds = np.array(slots) + self._per_row * rows
-        if size.mixed:
-            found += self._per_mixed_slot * size.slots
+        found += self._per_sampling_slot * size.sampling
         return found * self._own * self._scale
 
     def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
@@ -141,7 +143,7 @@ def _read(manifest: Manifest, threads: int | None) -> StepTable:
     nextn = manifest.build.nextn
     with contextlib.suppress(OSError, ValidationError):
         table = StepTable.model_validate_json(read_text(_path(manifest, threads)))
-        lists = [*table.slots.values(), table.mixed, table.long]
+        lists = [*table.slots.values(), table.sampled, table.long]
         numbers = [number for each in lists for number in each]
         if all(len(each) in (0, nextn + 1) for each in lists) and min(numbers, default=1) > 0:
             return table
@@ -160,8 +162,8 @@ def _measure(programs: Adaptive, manifest: Manifest, table: StepTable, seconds: 
         if size not in table.slots and time.perf_counter() - start < seconds:
             table.slots[size] = _time_steps(programs, manifest, size)
             changed = True
-    if not table.mixed and time.perf_counter() - start < seconds:
-        table.mixed = _time_steps(programs, manifest, 1, controls=SAMPLED)
+    if not table.sampled and time.perf_counter() - start < seconds:
+        table.sampled = _time_steps(programs, manifest, 1, controls=SAMPLED)
         changed = True
     if not table.long and time.perf_counter() - start < seconds:
         table.long = _time_steps(programs, manifest, 1, rows=_long_rows(manifest))

@@ -67,7 +67,7 @@ def test_step_times_are_measured_once(predictable_engine: EngineBuilder) -> None
     (kept,) = {*times.iterdir()} - built
     text = kept.read_text()
     table = StepTable.model_validate_json(text)
-    lists = [*table.slots.values(), table.mixed, table.long]
+    lists = [*table.slots.values(), table.sampled, table.long]
     assert sorted(table.slots) == [1, 2, 3]
     assert all(len(each) == 2 and min(each) > 0 for each in lists)
     Engine.load(folder, threads=3).close()

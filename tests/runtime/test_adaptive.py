@@ -195,12 +195,12 @@ def test_factors_of_positions_are_learnt() -> None:
 
 
 def test_step_times_are_interpolated_and_follow_the_machine() -> None:
-    table = StepTable(slots={1: [1.0, 2.0], 4: [4.0, 5.0]}, mixed=[1.5, 3.0], long=[2.0, 4.0])
+    table = StepTable(slots={1: [1.0, 2.0], 4: [4.0, 5.0]}, sampled=[1.5, 3.0], long=[2.0, 4.0])
     times = StepTimes(1, table, SHORT + 100)
     assert times.seconds(StepSize(1, SHORT)) == pytest.approx([1, 2])
     assert times.seconds(StepSize(2, SHORT)) == pytest.approx([2, 3])
     assert times.seconds(StepSize(1, SHORT + 50)) == pytest.approx([1.5, 3])
-    assert times.seconds(StepSize(4, 4 * SHORT, mixed=True)) == pytest.approx([6, 9])
+    assert times.seconds(StepSize(4, 4 * SHORT, sampling=4)) == pytest.approx([6, 9])
     load = StepSize(1, SHORT)
     times.correct(load, 0, 1e6)  # an interruption
     assert times.seconds(load) == pytest.approx([1, 2], rel=0.1)
@@ -210,9 +210,11 @@ def test_step_times_are_interpolated_and_follow_the_machine() -> None:
 
 
 def test_a_disturbed_measurement_hardly_moves_the_others() -> None:
-    short, mixed = [1.0, 1.5, 1.7, 1.9, 2.2, 2.4], [0.1, 0.2, 0.3, 0.4, 0.5, 5.0]
-    table = StepTable(slots={1: short}, mixed=[a + b for a, b in zip(short, mixed, strict=True)])
-    found = StepTimes(5, table).seconds(StepSize(1, SHORT, mixed=True)) - np.array(short)
+    short, sampled = [1.0, 1.5, 1.7, 1.9, 2.2, 2.4], [0.1, 0.2, 0.3, 0.4, 0.5, 5.0]
+    table = StepTable(
+        slots={1: short}, sampled=[a + b for a, b in zip(short, sampled, strict=True)]
+    )
+    found = StepTimes(5, table).seconds(StepSize(1, SHORT, sampling=1)) - np.array(short)
     assert found == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
@@ -227,7 +229,7 @@ def test_step_times_are_measured_once_and_kept(
     (kept,) = (tmp_path / "mtpbuild" / "step-times").iterdir()
     text, steps = kept.read_text(), programs.steps
     table = StepTable.model_validate_json(text)
-    assert all(len(each) == MOST + 1 for each in (table.slots[1], table.mixed, table.long))
+    assert all(len(each) == MOST + 1 for each in (table.slots[1], table.sampled, table.long))
     assert set(programs.told) == {*range(MOST + 1)}
     open_step_times(programs, manifest, 1, 60.0)
     assert (kept.read_text(), programs.steps) == (text, steps)
