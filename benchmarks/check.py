@@ -1,4 +1,4 @@
-"""Checks in under 5 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
+"""Checks in about 7 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
 
     make bench-check
     python benchmarks/check.py [--threads 2] [--record]
