@@ -130,9 +130,8 @@ def best_fixed(measured: Measured, case: Case) -> tuple[float, int] | None:
     """Return the tokens per second of the best fixed nextn, and that nextn."""
     found = []
     for nextn in COUNTS:
-        answers = [
-            each[ask] for each in measured.rounds[AUTO] if (ask := case.fixed(nextn)) in each
-        ]
+        rounds, ask = measured.rounds.get(AUTO, ()), case.fixed(nextn)
+        answers = [each[ask] for each in rounds if ask in each]
         means = [statistics.fmean(answer["steps"][WARM:]) for answer in answers]
         if means:
             found.append((case.batch * case.tokens(nextn) / statistics.median(means), nextn))
