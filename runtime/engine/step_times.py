@@ -42,7 +42,7 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step's time depends on beside nextn.
+    """The size of a step, on which its time depends beside nextn.
 
     rows: cached rows of all its slots together. sampling: those slots that sample.
     """

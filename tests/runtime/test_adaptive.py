@@ -1,10 +1,11 @@
 """Choosing nextn: against the best fixed one, on drafts that are accepted by chance."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,6 +263,23 @@ def adaptive_manifest() -> Manifest:
     manifest = fake_manifest(nextn=MOST, max_seq_len=1000)
     build = manifest.build.model_copy(update={"adaptive": True})
     return manifest.model_copy(update={"build": build})
+
+
+def test_slots_that_sample_are_counted_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that run the mixed program, as with `logprobs`, take the time of greedy ones."""
+    sizes, choose = list[StepSize](), AdaptiveNextn.choose
+
+    def record(self: AdaptiveNextn, left: Mapping[Any, int], size: StepSize) -> int:
+        sizes.append(size)
+        return choose(self, left, size)
+
+    monkeypatch.setattr(AdaptiveNextn, "choose", record)
+    engine = Engine(FakePrograms(manifest := adaptive_manifest()), manifest)
+    engine.generate([5, 6, 7], SamplingParams(max_tokens=8, logprobs=1, ignore_eos=True))
+    assert {size.sampling for size in sizes} == {0}
+    sizes.clear()
+    engine.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=1.0, ignore_eos=True))
+    assert {size.sampling for size in sizes} == {1}
 
 
 def test_an_engine_without_measured_times_guesses_and_counts_what_it_drafted() -> None:
