@@ -142,11 +142,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def choose_columns(groups: int, columns: int) -> int:
-    """Choose 64, 32 or 16 columns of each group, so that most multiprocessors have a program.
+    """Choose 64, 32 or 16 columns of each group, so that nearly half a GPU has a program.
 
     The choice does not depend on the number of rows, so neither does the rounding of a row's sums.
     """
-    fits = (wide for wide in (64, 32) if groups * cdiv(columns, wide) >= MULTIPROCESSORS)
+    fits = (wide for wide in (64, 32) if groups * cdiv(columns, wide) >= 64)
     return next(fits, 16)
 
 
@@ -155,9 +155,9 @@ def round_up_to_tile(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def inputs_of_tile(weight: Tensor, depth: int) -> int:
+def inputs_of_tile(weight: Tensor, depth: int, nbytes: int = INPUTS) -> int:
     """Return how many of a row's `depth` inputs a tile of an unquantised weight has."""
-    return min(INPUTS // weight.element_size(), round_up_to_tile(depth))
+    return min(nbytes // weight.element_size(), round_up_to_tile(depth))
 
 
 def shared_memory(device: torch.device) -> int:
@@ -166,3 +166,9 @@ def shared_memory(device: torch.device) -> int:
         return AOT_SHARED
     properties = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device has Hopper's products of a warp group: compute capability 9.0."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return on_gpu and torch.cuda.get_device_capability(device)[0] == 9

@@ -12,14 +12,15 @@ from mtpbuild.plugins.launch import (
     Launch,
     Launches,
     cdiv,
+    is_hopper,
     round_up_to_tile,
     run_launches,
     shared_memory,
 )
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
-PROGRAMS = 2 * MULTIPROCESSORS
-LEAST_ROWS = 24  # minimum of a split's committed rows, times the number of blocks of query rows
+MANY_ROWS = 256  # query rows of all slots from which on launches fill a GPU by themselves
+LEAST_ROWS = 32  # minimum of a split's committed rows, times the number of blocks of query rows
 MAX_LEAST_ROWS = 64  # upper limit of that product; each split writes sums for every query row
 OPEN_ROWS = 512  # rows of capacity per split in a symbolic batch: each slot needs memory for sums
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,12 +38,13 @@ def mla_partial(
 ):  # fmt: skip
     """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
-    A slot's committed rows are distributed evenly over as many splits as give the launch WANTED
-    programs, but each split has at least LEAST rows. So a slot's cost depends on its rows, not on
-    its capacity. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is
-    normalised within the split; lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the sum
-    of weights. A split without rows writes only its lse, -inf. The cache's tiles are copied to
-    shared memory STAGES - 1 tiles ahead, tiles of the few fresh rows are not.
+    A slot's rows are distributed in whole tiles of BLOCK_N over as many splits as give the launch
+    WANTED programs, but each split has at least LEAST rows. So a slot's cost depends on its rows,
+    not on its capacity. The fresh rows are the last tile: their split has fewer committed rows.
+    out [B, splits, HEADS * TOKENS, RANK] is normalised within the split; lse [B, splits, HEADS *
+    TOKENS] is the base-2 logarithm of the sum of weights. A split without rows writes only its lse,
+    -inf. The cache's tiles are copied to shared memory STAGES - 1 tiles ahead, tiles of the few
+    fresh rows are not.
 
     With `chosen`, a block's query rows are heads of one token. Its COUNT positions are distributed
     over the splits, and a split reads the rows at its positions. Rows have WIDTH values.
@@ -69,11 +71,11 @@ def mla_partial(
     mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
     length = tl.load(base + b).to(tl.int32)
     used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
-    total = length
+    total, tiles = length, tl.cdiv(length, BLOCK_N) + 1
     if chosen is not None:
-        total = COUNT
-    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(total, LEAST)), 1)
-    share = tl.cdiv(total, used)
+        total, tiles = COUNT, (COUNT + BLOCK_N - 1) // BLOCK_N
+    used = tl.minimum(tl.minimum(used, splits), tl.cdiv(tiles * BLOCK_N, LEAST))
+    share = tl.cdiv(tiles, used) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, total)
     old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
@@ -92,8 +94,9 @@ def mla_partial(
             RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
         )  # fmt: skip
     if chosen is None:
-        filled = begin < end or split == splits - 1
-        if split == splits - 1:
+        last_split = (tiles - 1) * BLOCK_N // share
+        filled = split <= last_split
+        if split == last_split:
             start = tl.load(first + b).to(tl.int32)
             last = start + m % TOKENS
             end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # rows after that may be garbage
@@ -181,8 +184,8 @@ def mla_combine(
 ):  # fmt: skip
     """Program (b, m, l) combines block l (BLOCK_L latents) of slot b's query row m from its splits.
 
-    It reads BLOCK_S splits at a time, and only splits that have rows. SPLITS is `splits` rounded up
-    to a power of two.
+    It reads BLOCK_S splits at a time, up to the last one that has rows. SPLITS is `splits` rounded
+    up to a power of two.
     """
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     latent = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -190,8 +193,9 @@ def mla_combine(
     sums = tl.load(lse + (b * splits + every) * rows + m, every < splits, float("-inf"))
     top = tl.max(sums, 0)
     weight = tl.sum(tl.exp2(sums - top), 0)
+    used = tl.max(tl.where(sums > float("-inf"), every + 1, 0), 0)
     mixed = tl.zeros((BLOCK_L,), tl.float32)
-    for begin in range(0, splits, BLOCK_S):
+    for begin in range(0, used, BLOCK_S):
         s = begin + tl.arange(0, BLOCK_S)
         row = (b * splits + s) * rows + m
         part = tl.exp2(tl.load(lse + row, s < splits, float("-inf")) - top)
@@ -202,17 +206,22 @@ def mla_combine(
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
-    """Choose tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
+def _choose_tiles(
+    many: bool, rank: int, rope: int, cache: torch.dtype, shared: int
+) -> tuple[dict[str, Any], int]:
+    """Choose tiles for a cache of this dtype and `shared` bytes of shared memory.
 
-    Returns the kernel's constants and its warps. BLOCK_N is the number of keys per iteration, CHUNK
-    that of latents per product of scores. STAGES is one more than the tiles of keys in shared
-    memory. More query rows per program would not fit into registers (docs/gpu-kernels.md).
+    Returns the kernel's constants and its warps. BLOCK_M is the number of query rows, BLOCK_N that
+    of keys per iteration, CHUNK that of latents per product of scores. STAGES is one more than the
+    tiles of keys in shared memory. many: take 64 query rows, which read the cache once instead of
+    four times. In products of fewer rows they would not fit into registers (docs/gpu-kernels.md).
     """
     latent, constants = round_up_to_tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
         return constants | {"CHUNK": min(latent, 64), "PRECISION": "tf32x3"}, 8
     constants["PRECISION"], width = "ieee", latent + round_up_to_tile(rope)
+    if many and 3 * 64 * width * cache.itemsize <= shared:
+        return constants | {"CHUNK": latent, "BLOCK_M": 64, "BLOCK_N": 64}, 8
     for n in (32, 16):
         if (16 * 2 + 2 * n * cache.itemsize) * width + (16 << 10) <= shared:
             return constants | {"CHUNK": latent, "BLOCK_N": n, "STAGES": 3}, 4
@@ -222,8 +231,15 @@ def _choose_tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tupl
 def _count_splits(slots: int, blocks: int, capacity: int, least: int) -> int:
     """Return the maximum of splits per slot; with a symbolic number of slots it is lower."""
     if isinstance(slots, int):
-        return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
-    return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
+        return max(1, min(MULTIPROCESSORS // (slots * blocks), cdiv(capacity, least)))
+    return max(1, min(MULTIPROCESSORS // blocks, cdiv(capacity, OPEN_ROWS)))
+
+
+def _choose_combining(slots: int, rows: int, splits: int, latent: int) -> dict[str, int]:
+    """Choose tiles of `mla_combine`: of few rows many programs read few columns each."""
+    few = isinstance(slots, int) and slots * rows < MANY_ROWS
+    deep, wide = (64, 32) if few else (16, 128)
+    return {"BLOCK_S": min(deep, round_up_to_tile(splits, 2)), "BLOCK_L": min(latent, wide)}
 
 
 def mla_attention_launches(
@@ -240,7 +256,11 @@ def mla_attention_launches(
     rows, rope, latent, chosen = H * T, C - rank, round_up_to_tile(rank), known["chosen"]
     if shared is None:
         shared = shared_memory(q.device)
-    constants, warps = _choose_tiles(rank, rope, known["cache"].dtype, shared)
+    together = rows if chosen is None else H  # query rows that see the same rows of the cache
+    many = together >= 64 and not (isinstance(B, int) and B * rows < MANY_ROWS)
+    constants, warps = _choose_tiles(
+        many and is_hopper(q.device), rank, rope, known["cache"].dtype, shared
+    )
     blocks, total, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
     if chosen is not None:
         blocks, total = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
@@ -255,8 +275,9 @@ def mla_attention_launches(
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2], "rows": rows}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "COUNT": count, **constants}
     known |= {"LATENT": latent, "ROTARY": round_up_to_tile(rope), "WIDTH": known["cache"].shape[3]}
-    known |= {"WANTED": PROGRAMS, "LEAST": least, "partial": partial, "lse": lse, "splits": splits}
-    known |= {"SPLITS": round_up_to_tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": min(latent, 128)}
+    known |= {"WANTED": MULTIPROCESSORS, "LEAST": least, "partial": partial, "lse": lse}
+    known |= {"splits": splits, "SPLITS": round_up_to_tile(splits, 2)}
+    known |= _choose_combining(B, rows, splits, latent)
     grid = B, blocks, splits
     first = Launch.by_name(mla_partial, grid, known, (partial, lse), warps=warps)
     if splits == 1:

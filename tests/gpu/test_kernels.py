@@ -61,7 +61,7 @@ def test_choice_of_rows(rows: int) -> None:
     sparse_kernels.check_nan("cuda")
 
 
-@pytest.mark.parametrize("shared", [AOT_SHARED, 160 << 10])
+@pytest.mark.parametrize("shared", [AOT_SHARED, 160 << 10, None])
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_deepseeks_attention(heads: int, tokens: int, shared: int) -> None:

@@ -60,6 +60,19 @@ def test_mla_attention_in_full(case: Attention) -> None:
     kernels.check_attention(case, "cpu")
 
 
+@pytest.mark.parametrize("splits", [None, 1])
+@pytest.mark.parametrize(("heads", "tokens"), [(8, 12), (130, 2)])
+def test_many_query_rows(
+    heads: int, tokens: int, splits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 64 query rows, the last of which is not full, as a Hopper GPU has them."""
+    from mtpbuild.plugins.mla_attention import triton as kernel
+
+    monkeypatch.setattr(kernel, "is_hopper", lambda device: True)
+    case = (3, heads, tokens, tokens + 1, 24, 16, 150, torch.bfloat16, splits, 1 << 20, 64, 5)
+    kernels.check_attention(Attention(*case), "cpu")
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_kv_write(seed: int) -> None:
     kernels.check_kv_write(seed, "cpu")
@@ -197,7 +210,7 @@ def test_splits_by_what_a_slot_holds(
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 
     if slots > 1:
-        monkeypatch.setattr(kernel, "PROGRAMS", kernel.PROGRAMS // 20)
+        monkeypatch.setattr(kernel, "MULTIPROCESSORS", kernel.MULTIPROCESSORS // 10)
     g = torch.Generator().manual_seed(1)
     q, cache = torch.randn(slots, 1, 1, 6, generator=g), torch.randn(slots, 1, 999, 6, generator=g)
     base = torch.full((slots,), held)

@@ -68,7 +68,7 @@ class Attention:
     capacity: int
     dtype: torch.dtype
     splits: int | None
-    shared: int
+    shared: int | None  # None: the GPU's own
     least: int
     seed: int
 
@@ -405,6 +405,11 @@ def check_moe(case: Experts, device: str) -> None:
     got = moe_route_triton(logits.to(device), bias.to(device), *settings)
     torch.testing.assert_close(got[0].cpu(), weights)
     assert torch.equal(got[1].cpu(), ids)
+    parts = torch.randn(3, 1, N, X, generator=g)
+    apart = moe_route_triton(parts.to(device), bias.to(device), *settings)
+    whole = moe_route(parts[0] + parts[1] + parts[2], bias, *settings)  # in the kernel's order
+    torch.testing.assert_close(apart[0].cpu(), whole[0])
+    assert torch.equal(apart[1].cpu(), whole[1])
 
     x = torch.randn(N, E, generator=g).to(case.dtype)
     gate_up = (torch.randn(X, E, 2 * inner, generator=g) / E**0.5).to(case.dtype)
@@ -510,7 +515,10 @@ def check_wide_product(seed: int, device: str) -> None:
 
     There are so many rows that some would tie if logits were rounded to bf16, and fail the check.
     """
-    from mtpbuild.plugins.matmul_wide.triton import matmul_wide_triton
+    from mtpbuild.plugins.matmul_wide.triton import matmul_parts, matmul_wide_triton
+
+    def summed_parts(x: Tensor, weight: Tensor) -> Tensor:
+        return matmul_parts(x, weight).sum(0)
 
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(2, 40, 64, generator=g).bfloat16()
@@ -518,13 +526,17 @@ def check_wide_product(seed: int, device: str) -> None:
     exact = x.double() @ weight.double()
     first, second = exact.bfloat16().topk(2).values.unbind(-1)
     assert (first == second).any()
-    for product in (matmul_wide, matmul_wide_triton):
+    for product in (matmul_wide, matmul_wide_triton, summed_parts):
         got = product(x.to(device), weight.to(device)).cpu()
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
         first, second = got.topk(2).values.unbind(-1)
         assert not (first == second).any()
         assert torch.equal(got.argmax(-1), exact.argmax(-1))
+    x, weight = torch.randn(2, 3, 600, generator=g), torch.randn(600, 40, generator=g)  # a router's
+    parts = matmul_parts(x.to(device), weight.to(device))
+    assert parts.shape == (2, 2, 3, 40)
+    check_close(parts.sum(0), x.double() @ weight.double(), 1e-5, 0)
 
 
 def check_scaled_moe(
