@@ -68,9 +68,9 @@ CUDA: FacetTable = dict.fromkeys(
 # operand: facet -> (op, index of the operand, index of the result that the operand becomes).
 IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into", 5, 2)}
 
-# Ops whose GPU facets take the partial sums of a `matmul_scaled` as their first operand and add
-# them. This saves a launch if no other op reads that product.
-SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
+# Ops whose GPU facets take the partial sums of a product as their first operand and add them. This
+# saves a launch if no other op reads that product.
+SUM_PARTS = (mla_queries, mla_rows, mla_rows_write, moe_route)
 
 
 def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:

@@ -24,13 +24,20 @@ from mtpbuild.plugins.codes import (
     halves,
     scales_of_words,
 )
-from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
+from mtpbuild.plugins.launch import (
+    AOT_SHARED,
+    MULTIPROCESSORS,
+    cdiv,
+    is_hopper,
+    shared_memory,
+)
 
 PROGRAMS = 2 * MULTIPROCESSORS
 DEEP_PROGRAMS = 160  # of kernels that copy four tiles ahead: enough for a B200's 148 SMs
 JOINED = 7  # most splits whose sum AOTInductor unrolls and fuses into the kernel that reads it
 NEARLY = 0.9  # JOINED splits are enough if they keep this share of the multiprocessors busy
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
+PLAIN_SPLIT_INPUTS = 256  # the same for weights without scales, which have more bytes
 
 
 @triton.jit
@@ -110,7 +117,10 @@ def _tile_product(
                 weight = weight * float_of(scale, 4, 3)
                 if BY_INPUT:
                     weight *= tl.load(scales_2 + k // BLOCK, deep, 0.0)[:, None]
-        total += tl.dot(given, weight.to(given.dtype), input_precision="ieee")
+        if scales is None:
+            given = given.to(weight.dtype)
+        # Of fp32 the tensor cores multiply three parts, which is as exact and faster.
+        total += tl.dot(given, weight.to(given.dtype), input_precision="tf32x3")
     return total
 
 
@@ -207,28 +217,38 @@ def choose_tiles(
 ) -> dict[str, Any]:
     """Choose tiles for rows x [.., K] and a weight, or a stack, in the layout of `matmul_scaled`.
 
-    Returns the constants of `product_with_weight` and BLOCK_M, the rows multiplied at a time. The
-    tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
+    Returns the constants of `product_with_weight`, BLOCK_M, the rows multiplied at a time, and
+    PROGRAMS, how many of them keep a GPU reading. On meta tensors the tiles fit into the shared
+    memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
+    programs = PROGRAMS
     width, packed = values.shape[-1], 1 if scales_2 is None else 2
     depth = values.shape[-2] * packed
     block = depth if scales is None else depth // scales.shape[-2]
     in_bf16, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
     together = min(block & -block, 128)  # inputs with the same fp8 scale
-    if in_bf16 and words and scales_2 is not None:
-        programs = cdiv(width, 256) * max(1, depth // SPLIT_INPUTS)
-        enough = values.dim() > 2 or 2 * programs >= MULTIPROCESSORS  # a stack has many experts
+    if in_bf16 and words and scales_2 is not None and is_hopper(x.device):
+        wide, deep, stages = 128, 64, 4
+    elif in_bf16 and words and scales_2 is not None:
+        tiles = cdiv(width, 256) * max(1, depth // SPLIT_INPUTS)
+        enough = values.dim() > 2 or 2 * tiles >= MULTIPROCESSORS  # a stack has many experts
         wide, deep, stages = (256 if width >= 256 and enough else 128), 64, 5
+        programs = DEEP_PROGRAMS
     elif in_bf16 and words and together >= 16:
         wide, deep, stages = 128, together, 3
-    elif in_bf16 and scales is None:
+    elif scales is None and values.element_size() == 2:
         wide, deep, stages = 128, 64, 3
+        if shared_memory(x.device) > AOT_SHARED:
+            stages, programs = 4, DEEP_PROGRAMS
+    elif scales is None:
+        wide, deep, stages = 32, 64, 3
     else:
         wide, deep, stages = 64, 64, 1
     return {
         **{"BLOCK": block, "WORDS": words and stages > 1, "ASSEMBLY": assembly_on(x.device)},
         "BY_INPUT": scales_2 is not None and scales_2.shape[-2:] != (1, width),
         **{"BLOCK_M": 16, "BLOCK_N": wide, "BLOCK_K": deep, "STAGES": stages},
+        "PROGRAMS": programs,
     }
 
 
@@ -237,10 +257,9 @@ def count_splits(programs: int, depth: int, constants: Mapping[str, Any]) -> int
 
     Each split has one or more whole tiles. programs: of one split. constants: of `choose_tiles`.
     """
-    tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
-    if constants["STAGES"] > 3:
-        wanted = DEEP_PROGRAMS
-        if JOINED * programs >= NEARLY * MULTIPROCESSORS:
-            wanted = min(wanted, JOINED * programs)
-    splits = max(1, min(wanted // programs, depth // SPLIT_INPUTS, tiles))
+    tiles, wanted = cdiv(depth, constants["BLOCK_K"]), constants["PROGRAMS"]
+    if constants["STAGES"] > 3 and JOINED * programs >= NEARLY * MULTIPROCESSORS:
+        wanted = min(wanted, JOINED * programs)
+    least = PLAIN_SPLIT_INPUTS if constants["BLOCK"] == depth else SPLIT_INPUTS
+    splits = max(1, min(wanted // programs, depth // least, tiles))
     return cdiv(tiles, cdiv(tiles, splits))

@@ -6,14 +6,15 @@ from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import (
+    AOT_SHARED,
     STAGES,
     Launch,
     Launches,
     cdiv,
-    choose_columns,
     inputs_of_tile,
     round_up_to_tile,
     run_launches,
+    shared_memory,
 )
 
 
@@ -49,11 +50,12 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     rows = x.numel() // E
     if rows > MAX_TOKENS:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
-    inner, wide = x.new_empty(*slots, width), choose_columns(1, width)
+    inner, wide = x.new_empty(*slots, width), 32
+    stages = STAGES if shared_memory(x.device) == AOT_SHARED else 8
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
     constants["BLOCK_K"] = inputs_of_tile(x, E)
     grid = (cdiv(width, wide),)
-    launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=STAGES)
+    launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=stages)
     return Launches((launch,), inner)
 
 

@@ -51,6 +51,7 @@ def product_launch(
     constants = {"DEPTH": K, "WIDTH": N, **choose_tiles(x, values, scales, scales_2)}
     columns = cdiv(N, constants["BLOCK_N"])
     splits = count_splits(columns, K, constants)
+    constants.pop("PROGRAMS")
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
     inputs = (x, values, scales, scales_2)
     grid = (columns, splits, cdiv(rows, constants["BLOCK_M"]))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import (
+    INPUTS,
     STAGES,
     Launch,
     Launches,
@@ -114,7 +115,8 @@ def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     heads, depth, columns = weight.shape
     block = round_up_to_tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = choose_columns(heads, columns)
-    deep = inputs_of_tile(weight, depth)
+    narrow = wide < 64 and block == 16 and weight.element_size() == 2
+    deep = inputs_of_tile(weight, depth, 2 * INPUTS if narrow else INPUTS)
     constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": deep}
     return constants, cdiv(columns, wide), cdiv(rows, block)
 

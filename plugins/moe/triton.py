@@ -15,6 +15,7 @@ import triton.language as tl
 
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
+from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
 from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
 
@@ -22,43 +23,48 @@ from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weig
 @triton.jit
 def route(
     logits, bias,
+    tokens,
     weights, ids,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr, CHOSEN: tl.constexpr,
-    NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr, ROW: tl.constexpr,
-    WIDE: tl.constexpr,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    CHOSEN: tl.constexpr, NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, GROUP_ROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program n chooses CHOSEN experts for token n and appends the ALWAYS shared ones.
 
-    ROW and WIDE are EXPERTS and CHOSEN + ALWAYS rounded up to powers of two.
+    Its logits are the sum of PARTS rows. GROUP_ROWS, GROUP_ROW and WIDE are the numbers of groups,
+    of a group's experts and of CHOSEN + ALWAYS, rounded up to powers of two.
     """
     n = tl.program_id(0)
-    x = tl.arange(0, ROW)
-    there = x < EXPERTS
-    scores = tl.sigmoid(tl.load(logits + n * EXPERTS + x, there, 0.0))
-    biased = tl.where(there, scores + tl.load(bias + x, there, 0.0), float("-inf"))
+    g, each = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, GROUP_ROW)[None, :]
+    x = g * (EXPERTS // GROUPS) + each
+    there = (g < GROUPS) & (each < EXPERTS // GROUPS)
+    apart = tokens * EXPERTS
+    logit = sum_of_parts(logits + n * EXPERTS + x, there, apart, PARTS, tl.float32)
+    biased = tl.sigmoid(logit) + tl.load(bias + x, there, 0.0)
+    biased = tl.where(there, biased, float("-inf"))
     if KEPT_GROUPS < GROUPS:
-        group = x // (EXPERTS // GROUPS)
-        sums = tl.full((ROW,), float("-inf"), tl.float32)  # stored at each group's first expert
-        for g in tl.static_range(GROUPS):
-            mine = tl.where(group == g, biased, float("-inf"))
-            first = tl.max(mine, 0)
-            at = tl.min(tl.where(mine == first, x, ROW), 0)
-            total = first + tl.max(tl.where(x == at, float("-inf"), mine), 0)
-            sums = tl.where(x == g * (EXPERTS // GROUPS), total, sums)
-        kept = tl.zeros((ROW,), tl.int32)
+        first, at = tl.max(biased, 1, return_indices=True)
+        second = tl.max(tl.where(each == at[:, None], float("-inf"), biased), 1)
+        group, sums = tl.arange(0, GROUP_ROWS), first + second
+        sums = tl.where(group < GROUPS, sums, float("-inf"))
+        kept = tl.zeros((GROUP_ROWS,), tl.int32)
         for _ in tl.static_range(KEPT_GROUPS):
-            at = tl.min(tl.where(sums == tl.max(sums, 0), x, ROW), 0)
-            kept = tl.where(group == at // (EXPERTS // GROUPS), 1, kept)
-            sums = tl.where(x == at, float("-inf"), sums)
-        biased = tl.where(kept > 0, biased, float("-inf"))
+            best = tl.argmax(sums, 0)
+            kept = tl.where(group == best, 1, kept)
+            sums = tl.where(group == best, float("-inf"), sums)
+        biased = tl.where((kept > 0)[:, None], biased, float("-inf"))
+    every = tl.reshape(biased, (GROUP_ROWS * GROUP_ROW,))
+    number = tl.arange(0, GROUP_ROWS * GROUP_ROW)
     k = tl.arange(0, WIDE)
-    chosen, weight = tl.zeros((WIDE,), tl.int32), tl.zeros((WIDE,), tl.float32)
+    chosen = tl.zeros((WIDE,), tl.int32)
     for i in tl.static_range(CHOSEN):
-        at = tl.min(tl.where(biased == tl.max(biased, 0), x, ROW), 0)
-        at = tl.minimum(at, EXPERTS - 1)  # for a row of NaN, which equals nothing
-        chosen = tl.where(k == i, at, chosen)
-        weight = tl.where(k == i, tl.sum(tl.where(x == at, scores, 0.0), 0), weight)
-        biased = tl.where(x == at, float("-inf"), biased)
+        best = tl.argmax(every, 0)
+        every = tl.where(number == best, float("-inf"), every)
+        expert = best // GROUP_ROW * (EXPERTS // GROUPS) + best % GROUP_ROW
+        chosen = tl.where(k == i, tl.minimum(expert, EXPERTS - 1), chosen)
+    own = logits + n * EXPERTS + chosen
+    weight = tl.sigmoid(sum_of_parts(own, k < CHOSEN, apart, PARTS, tl.float32))
+    weight = tl.where(k < CHOSEN, weight, 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     to = n * (CHOSEN + ALWAYS) + k
@@ -208,11 +214,20 @@ def down(
 
 
 def moe_route_launches(*operands: Any) -> Launches:
-    """Return the launch of moe_route."""
+    """Return the launch of moe_route.
+
+    logits: may be the partial sums [splits, B, T, X] of a product.
+    """
     known = bind(moe_route, operands)
-    (*axes, X), chosen = known["logits"].shape, known["experts"]
+    logits, chosen = known["logits"], known["experts"]
+    parts = 1
+    if logits.dim() == 4:
+        parts, known["logits"] = logits.shape[0], logits[0]
+    *axes, X = known["logits"].shape
     results = empty_results(moe_route, known)
-    known |= {"EXPERTS": X, "ROW": round_up_to_tile(X, 2)}
+    known |= {"logits": logits, "tokens": prod(axes), "PARTS": parts, "EXPERTS": X}
+    known |= {"GROUP_ROWS": round_up_to_tile(known["groups"], 1)}
+    known |= {"GROUP_ROW": round_up_to_tile(X // known["groups"], 2)}
     known |= {"CHOSEN": chosen, "WIDE": round_up_to_tile(chosen + known["always"], 2)}
     launch = Launch.by_name(route, (prod(axes),), known, results, warps=1)
     return Launches((launch,), results)

@@ -1,5 +1,6 @@
 """Prepare a traced program for AOTInductor on a GPU: no branches, on the device, with kernels."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
 
 
+NAMESPACE = "mtpbuild_triton::"
 DEVICE = "cuda:0"  # with a number, as PyTorch's checks of tensors distinguish cuda from cuda:0
 
 
@@ -41,23 +43,36 @@ def launch_kernels(exported: ExportedProgram, traced: "Traced") -> ExportedProgr
 
 
 def sum_parts_in_readers(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
-    """Before: a kernel reads a product whose parts were summed. After: the kernel sums them."""
-    namespace = "mtpbuild_triton::"
-    readers = {namespace + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
+    """Before: one of our kernels alone reads a product. After: it sums the product's parts."""
+    readers = {NAMESPACE + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
     for node in graph.nodes:
         product = node.args[0] if op_name(node) in readers else None
-        if not isinstance(product, Node) or op_name(product) != namespace + "matmul_scaled":
+        if not isinstance(product, Node) or len(product.users) > 1:
             continue
-        if len(product.users) > 1:
+        if (op := _product_in_parts(product)) is None:
             continue
         with graph.inserting_before(product):
-            op = torch.ops.mtpbuild_triton.matmul_scaled_parts.default
             parts = graph.call_function(op, product.args, product.kwargs)
             parts.meta["val"] = op(*pytree.tree_map(_value, product.args))
         node.replace_input_with(product, parts)
         graph.erase_node(product)
     return exported
+
+
+def _product_in_parts(product: Node) -> Any:
+    """Return the op that computes a product in parts, or None if there is none."""
+    from mtpbuild.plugins.matmul_scaled.triton import MAX_TOKENS
+
+    ours: Any = torch.ops.mtpbuild_triton
+    if op_name(product) == NAMESPACE + "matmul_scaled":
+        return ours.matmul_scaled_parts.default
+    if op_name(product) != "aten::matmul":
+        return None
+    x, weight = map(_value, product.args)
+    tokens = math.prod(x.shape[:-1])
+    few = isinstance(x.shape[-2], int) and not (isinstance(tokens, int) and tokens > MAX_TOKENS)
+    return ours.matmul_parts.default if few and weight.dim() == 2 else None
 
 
 def _value(arg: Any) -> Any:
