@@ -36,9 +36,9 @@ TOP, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i i
 def law_of_row(
     logits, best, laws, shares, window, lengths, draft_probs,
     temperature, relaxed_topk, relaxed_delta, banned_ids, banned_until,
-    vocab, wide, blocks,
+    vocab, blocks,
     figures, best_token,
-    TOKENS: tl.constexpr, BANNED: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Program r takes the figures of row slot * TOKENS + j.
 
@@ -48,7 +48,7 @@ def law_of_row(
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
     one = r + tl.arange(0, 1)
-    token, first, second, most, total = best_of_row(best, one, one >= 0, wide, WIDE)
+    token, first, second, most, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
     token, first, second = tl.max(token, 0), tl.max(first, 0), tl.max(second, 0)
     lse = tl.max(most + tl.log(total), 0)
     floor = tl.load(laws + r * 2 + 1)

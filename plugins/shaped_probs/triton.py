@@ -19,7 +19,7 @@ from mtpbuild.plugins.accept_rewind.triton import (
     without,
 )
 from mtpbuild.plugins.control_tensors import name_controls
-from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
+from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
 BITS = tl.constexpr(5)
@@ -28,8 +28,7 @@ TURNS = tl.constexpr(30 // BITS.value)  # launches that find a threshold: from 0
 ONE_BITS = tl.constexpr(0x3F800000)  # the float 1.0; positive floats have the order of their bits
 # A row's search: its largest logit, the threshold so far, what it has to keep, the last filter's.
 TOP, LOW, WANTED, FLOOR = (tl.constexpr(i) for i in range(4))
-MOST = 2048  # logits of a program; many blocks would make a row's sums larger than the row
-PART = 512  # of these at a time: a sum per threshold and column is in registers
+PART = 256  # logits at a time, one of each thread, which has a sum for each threshold
 BANS = ("lengths", "banned_ids", "banned_until")
 
 
@@ -100,10 +99,10 @@ def search_of_row(search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCK
 @triton.jit
 def try_thresholds(
     logits, best, search, kept, lengths, temperature, top_k, top_p, banned_ids, banned_until,
-    vocab, blocks, wide, turn,
+    vocab, blocks, turn,
     new_search, new_kept,
-    TOKENS: tl.constexpr, BANNED: tl.constexpr, WIDE: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Program (r, i) finds what block i of row r = slot * TOKENS + token keeps, by threshold.
 
@@ -118,7 +117,7 @@ def try_thresholds(
     if used | (i == 0):
         if best is not None:
             one = r + tl.arange(0, 1)
-            top = tl.max(best_of_row(best, one, one >= 0, wide, WIDE)[1], 0)
+            top = tl.max(best_of_row(best, one, one >= 0, blocks, BLOCKS)[1], 0)
             low, wanted, floor = tl.full((), 0, tl.int32), k.to(tl.float32), 0.0
         else:
             top, low, wanted, floor = search_of_row(
@@ -131,19 +130,45 @@ def try_thresholds(
             tl.store(to + WANTED, wanted)
             tl.store(to + FLOOR, floor)
         if used:
-            row, bans, early = row_of(
-                logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED
-            )
-            n = tl.arange(0, TRIED)
-            least = low + (n << (BITS * (TURNS - 1 - turn % TURNS)))
-            least = tl.maximum(floor, least.to(tl.float32, bitcast=True))[:, None]
-            sums = tl.zeros((TRIED, PART), tl.float32)
-            for begin in range(i * BLOCK, (i + 1) * BLOCK, PART):
-                v = begin + tl.arange(0, PART)
-                e = weights_of(row, v, vocab, t, top, early, bans, BANNED)
-                each = tl.where(turn < TURNS, 1.0, e)
-                sums += tl.where(e[None, :] >= least, each[None, :], 0.0)
-            tl.store(new_kept + (r * blocks + i) * TRIED + n, tl.sum(sums, 1))
+            n, to = tl.arange(0, TRIED), new_kept + (r * blocks + i) * TRIED
+            shift, same, known = BITS * (TURNS - 1 - turn % TURNS), turn < 0, 0.0
+            if kept is not None:
+                last = (low >> (shift + BITS)) % TRIED  # the threshold of the turn before
+                of, more = kept + (r * blocks + i) * TRIED + last, turn % TURNS > 0
+                known = tl.load(of, more, 0.0)
+                same = more & (last < TRIED - 1) & (known == tl.load(of + 1, more, 0.0))
+            if same:  # the block has nothing between this threshold and the next
+                tl.store(to + n, known + tl.zeros((TRIED,), tl.float32))
+            else:
+                row, bans, early = row_of(
+                    logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED
+                )
+                least = (low + (n << shift)).to(tl.float32, bitcast=True)
+                least, begin = tl.maximum(floor, least)[:, None], i * BLOCK
+                if early:
+                    sums = kept_of_block(
+                        row, begin, vocab, t, top, True, bans, least, turn, BANNED, BLOCK, PART
+                    )
+                else:  # without a branch the loop has all its loads in flight
+                    sums = kept_of_block(
+                        row, begin, vocab, t, top, False, bans, least, turn, BANNED, BLOCK, PART
+                    )
+                tl.store(to + n, sums)
+
+
+@triton.jit
+def kept_of_block(
+    row, begin, vocab, t, top, early, bans, least, turn,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Return the number or, in turns of top-p, sum of a block's weights that reach `least`."""
+    sums = tl.zeros((TRIED, PART), tl.float32)
+    for first in tl.range(0, BLOCK, PART, loop_unroll_factor=8):
+        v = begin + first + tl.arange(0, PART)
+        e = weights_of(row, v, vocab, t, top, early, bans, BANNED)
+        reached = tl.where(e[None, :] >= least, 1.0, 0.0)
+        sums += reached * tl.where(turn < TURNS, 1.0, e)[None, :]  # two instructions for each
+    return tl.sum(sums, 1)
 
 
 @triton.jit
@@ -222,20 +247,18 @@ def law_launches(logits: Tensor, known: dict[str, Any]) -> tuple[Launch, ...]:
     B, T, V = logits.shape
     bans = {name: known[name] for name in BANS if known[name] is not None}
     best = best_launch(logits, **bans)
-    block = min(MOST, vocabulary_block(V))
-    blocks, wide = cdiv(V, block), best.grid[1]
+    grid, block = best.grid, vocabulary_block(V)
     known |= {"logits": logits, "vocab": V, "TOKENS": T, "BLOCK": block, "PART": min(block, PART)}
-    known |= {"blocks": blocks, "BLOCKS": round_up_to_tile(blocks, 2)}
-    known |= {"wide": wide, "WIDE": round_up_to_tile(wide, 2)}
+    known |= {"blocks": grid[1], "BLOCKS": round_up_to_tile(grid[1], 2)}
     known |= {"BANNED": known["banned_ids"].shape[1] if bans else 0}
     known |= {"best": best.outputs[0], "search": None, "kept": None}
-    each, grid = [best], (B * T, blocks)
+    each = [best]
     for turn in range(2 * TURNS.value):
-        found = logits.new_empty(B * T, 4), logits.new_empty(B * T, blocks, TRIED.value)
+        found = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
         launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, found, warps=8)
         each.append(launch)
         known |= {"best": None, "search": found[0], "kept": found[1]}
-    laws = logits.new_empty(B * T, 2), logits.new_empty(B * T, blocks, 2)
+    laws = logits.new_empty(B * T, 2), logits.new_empty(*grid, 2)
     each.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
     known |= {"best": best.outputs[0], "laws": laws[0], "shares": laws[1]}
     return tuple(each)
