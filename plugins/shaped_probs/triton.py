@@ -75,6 +75,12 @@ def is_used(sampled, k, limit, vocab, turn):
 
 
 @triton.jit
+def bits_below(turn):
+    """Return how many bits of a filter's threshold are found after a turn."""
+    return BITS * (TURNS - 1 - turn + tl.where(turn < TURNS, 0, TURNS))
+
+
+@triton.jit
 def search_of_row(search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCKS: tl.constexpr):
     """Return a row's search after the turns before `turn`: TOP, LOW, WANTED and FLOOR.
 
@@ -89,8 +95,8 @@ def search_of_row(search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCK
         if last == TURNS:  # its first threshold keeps what top-k leaves
             wanted = limit * tl.sum(tl.where(n == 0, sums, 0.0), 0)
         enough = tl.sum((sums >= wanted).to(tl.int32), 0)
-        low += tl.maximum(enough - 1, 0) << (BITS * (TURNS - 1 - last % TURNS))
-        if turn % TURNS == 0:
+        low += tl.maximum(enough - 1, 0) << bits_below(last)
+        if (turn == TURNS) | (turn == 2 * TURNS):
             floor = tl.maximum(floor, tl.minimum(low, ONE_BITS).to(tl.float32, bitcast=True))
             low = 0
     return top, low, wanted, floor
@@ -131,12 +137,13 @@ def try_thresholds(
             tl.store(to + FLOOR, floor)
         if used:
             n, to = tl.arange(0, TRIED), new_kept + (r * blocks + i) * TRIED
-            shift, same, known = BITS * (TURNS - 1 - turn % TURNS), turn < 0, 0.0
+            shift, same, known = bits_below(turn), turn < 0, 0.0
             if kept is not None:
                 last = (low >> (shift + BITS)) % TRIED  # the threshold of the turn before
-                of, more = kept + (r * blocks + i) * TRIED + last, turn % TURNS > 0
-                known = tl.load(of, more, 0.0)
-                same = more & (last < TRIED - 1) & (known == tl.load(of + 1, more, 0.0))
+                of, two = kept + (r * blocks + i) * TRIED + last, last < TRIED - 1
+                two = two & (turn != TURNS)
+                known = tl.load(of, two, 0.0)
+                same = two & (known == tl.load(of + 1, two, 0.0))
             if same:  # the block has nothing between this threshold and the next
                 tl.store(to + n, known + tl.zeros((TRIED,), tl.float32))
             else:
