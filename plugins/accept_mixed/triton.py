@@ -1,8 +1,8 @@
-"""accept_mixed in Triton, in four launches.
+"""accept_mixed in Triton.
 
-The first summarises blocks of the vocabulary (as in `accept_rewind`), the second finds each row's
-distribution (filters are thresholds, as in `shaped_probs`), the third draws each row's target
-token, and the fourth judges each slot. The vocabulary is never sorted.
+The first launches find each row's distribution, as in `shaped_probs`. Then a program per row takes
+its figures, programs per block sum what a rejection would draw from, a program per row draws its
+target token, and one per slot judges. The vocabulary is never sorted.
 """
 
 from inspect import signature
@@ -13,11 +13,18 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
-from mtpbuild.plugins.accept_rewind.triton import best_launch, best_of_row, vocabulary_block
+from mtpbuild.plugins.accept_rewind.triton import best_of_row
 from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.definition import bind, empty_results
 from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
-from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
+from mtpbuild.plugins.shaped_probs.triton import (
+    draft_of_row,
+    law_launches,
+    row_of,
+    sum_of_blocks,
+    temperature_of,
+    weights_of,
+)
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
 LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
@@ -27,16 +34,16 @@ TOP, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i i
 
 @triton.jit
 def law_of_row(
-    logits, best, window, lengths, draft_probs,
-    temperature, top_k, top_p, min_p, relaxed_topk, relaxed_delta, banned_ids, banned_until,
+    logits, best, laws, shares, window, lengths, draft_probs,
+    temperature, relaxed_topk, relaxed_delta, banned_ids, banned_until,
     vocab, blocks,
-    figures, target,
-    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    figures, best_token,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program r finds the distribution of row slot * TOKENS + j, and its figures for the draft.
+    """Program r takes the figures of row slot * TOKENS + j.
 
     p is weight / NORM where weight >= FLOOR, else 0. figures [B * TOKENS, 8] are named above;
-    target [B * TOKENS] is the argmax.
+    best_token [B * TOKENS] is the argmax.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -44,31 +51,15 @@ def law_of_row(
     token, first, second, most, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
     token, first, second = tl.max(token, 0), tl.max(first, 0), tl.max(second, 0)
     lse = tl.max(most + tl.log(total), 0)
+    floor = tl.load(laws + r * 2 + 1)
+    norm = sum_of_blocks(shares, r, blocks, BLOCKS, 2)
+    rank = sum_of_blocks(shares + 1, r, blocks, BLOCKS, 2)
 
-    row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
-    early = tl.load(lengths + b) + 1 + j < tl.load(banned_until + b)
-    t = tl.load(temperature + b)
-    sampled = t > 0
-    t = tl.where(sampled, t, 1.0)
-    floor = 0.0
-    if sampled:
-        floor = floor_of_row(
-            row, vocab, t, first, early, bans,
-            tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), BANNED, BLOCK,
-        )  # fmt: skip
-
-    draft = tl.load(window + b * TOKENS + j + 1, j < TOKENS - 1, -1)
-    valid = (draft >= 0) & (draft < vocab)
-    draft = tl.where(valid, draft, 0)
-    x = tl.zeros((BLOCK,), tl.int64) + draft
-    own = tl.max(weights_of(row, x, vocab, t, first, early, bans, BANNED), 0)
-    kept, before = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, first, early, bans, BANNED)
-        kept += tl.where(e >= floor, e, 0.0)
-        before += ((e > own) | ((e == own) & (v < draft))).to(tl.int32)
-    norm, rank = tl.sum(kept, 0), tl.sum(before, 0)
+    row, bans, early = row_of(logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED)
+    t, sampled = temperature_of(temperature, b)
+    draft, valid = draft_of_row(window, b, j, vocab, TOKENS)
+    own = weights_of(row, draft + tl.arange(0, 1), vocab, t, first, early, bans, BANNED)
+    own = tl.max(own, 0)
     p_draft = tl.where(valid & (own >= floor), own / norm, 0.0)
     q_draft = 0.0
     if j < TOKENS - 1:
@@ -85,7 +76,7 @@ def law_of_row(
     tl.store(to + NEAR, (near & ~sampled & (p_draft > 0)).to(tl.float32))
     tl.store(to + MARGIN, first - second)
     tl.store(to + LSE, lse)
-    tl.store(target + r, token)
+    tl.store(best_token + r, token)
 
 
 @triton.jit
@@ -101,82 +92,105 @@ def weight_of_block(figures, j, drafts):
 
 
 @triton.jit
-def drawn_token(
-    row, q, number, factor, excess,
-    vocab, t, top, floor, norm, early, bans, BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the token that a number draws, and its margin, as `draw` does.
+def rest_of(p, q, v, vocab, factor):
+    """Return max(factor p - q, 0) of the ids v: what a rejected draft leaves."""
+    return tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)
 
-    The weights are p, or max(factor p - q, 0) if their sum, `excess`, is above 0.
+
+@triton.jit
+def probs_of(
+    logits, figures, lengths, temperature, banned_ids, banned_until, r, v, vocab,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr,
+):  # fmt: skip
+    """Return p of row r's ids v."""
+    row, bans, early = row_of(logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED)
+    t, _ = temperature_of(temperature, r // TOKENS)
+    to = figures + r * 8
+    e = weights_of(row, v, vocab, t, tl.load(to + TOP), early, bans, BANNED)
+    return tl.where(e >= tl.load(to + FLOOR), e / tl.load(to + NORM), 0.0)
+
+
+@triton.jit
+def rest_of_block(
+    logits, figures, num_drafts, lengths, draft_probs,
+    temperature, rejection, block, banned_ids, banned_until,
+    vocab, blocks,
+    factors, rests,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (r, i) sums max(c p - q, 0) in block i of row r = slot * TOKENS + j.
+
+    factors [B * TOKENS, 2]: the weight of the drafts before this row (see `verify_block`), and c,
+    which is that in block mode and else 1. rests [B * TOKENS, blocks] are 0 without a draft, or
+    without rejection.
     """
-    short = excess > 0
-    total = tl.where(short, excess, 1.0)
-    x = number * total
-    found, last, before, own, edge = vocab, 0, 0.0, 0.0, x
-    for begin in range(0, vocab, BLOCK):
-        if found == vocab:
-            v = begin + tl.arange(0, BLOCK)
-            p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
-            p = tl.where(p >= floor, p / norm, 0.0)
-            if short:
-                p = tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)
-            border = before + tl.cumsum(p, 0)
-            found = tl.min(tl.where((border > x) & (p > 0), v, vocab), 0)
-            own += tl.sum(tl.where(v == found, p, 0.0), 0)
-            edge += tl.sum(tl.where(v == found, border - x, 0.0), 0)
-            last = tl.maximum(last, tl.max(tl.where(p > 0, v, 0), 0))
-            before += tl.sum(p, 0)
-    token = tl.minimum(found, last)  # rounding can carry x up to the total
-    return token, tl.minimum(x - edge + own, edge - x) / total
+    r, i = tl.program_id(0), tl.program_id(1)
+    b, j = r // TOKENS, r % TOKENS
+    drafts = tl.load(num_drafts + b)
+    weight = weight_of_block(figures + r * 8, j, drafts)
+    factor = tl.where(tl.load(block + b) != 0, weight, 1.0)
+    if i == 0:
+        tl.store(factors + r * 2, weight)
+        tl.store(factors + r * 2 + 1, factor)
+    rest = 0.0
+    if (tl.load(rejection + b) != 0) & (j < drafts) & (j < TOKENS - 1):
+        v = i * BLOCK + tl.arange(0, BLOCK)
+        p = probs_of(
+            logits, figures, lengths, temperature, banned_ids, banned_until, r, v, vocab,
+            TOKENS, BANNED,
+        )  # fmt: skip
+        q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
+        rest = tl.sum(rest_of(p, q, v, vocab, factor), 0)
+    tl.store(rests + r * blocks + i, rest)
 
 
 @triton.jit
 def draw_of_row(
-    logits, figures, best_token, num_drafts, lengths, draft_probs,
-    temperature, rejection, block, banned_ids, banned_until, uniforms,
-    vocab, positions, streams,
+    logits, figures, shares, factors, rests, best_token, lengths, draft_probs,
+    temperature, rejection, banned_ids, banned_until, uniforms,
+    vocab, blocks, positions, streams,
     target, margins, chances,
-    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2]: the weight c of the drafts before this row (see `verify_block`), and
-    the sum of max(c p - q, 0) in this row; outside block mode the sum is that of c = 1.
+    It draws as `draw` does, from what a rejection leaves if that is above 0, else from p: it finds
+    the block in which the number falls, then the token. chances [B * TOKENS, 2]: the weight of the
+    drafts before this row, and the sum of its `rests`.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
-    row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
-    position = tl.load(lengths + b) + 1 + j
-    early = position < tl.load(banned_until + b)
-    t = tl.load(temperature + b)
-    sampled = t > 0
-    t = tl.where(sampled, t, 1.0)
-    to = figures + r * 8
-    top, floor, norm = tl.load(to + TOP), tl.load(to + FLOOR), tl.load(to + NORM)
-
-    drafts = tl.load(num_drafts + b)
-    weight = weight_of_block(to, j, drafts)
-    factor = tl.where(tl.load(block + b) != 0, weight, 1.0)
-    rejecting = tl.load(rejection + b) != 0
-    q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
-    excess = 0.0
-    if rejecting & (j < drafts) & (j < TOKENS - 1):
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            p = weights_of(row, v, vocab, t, top, early, bans, BANNED)
-            p = tl.where(p >= floor, p / norm, 0.0)
-            excess += tl.sum(tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0), 0)
-    tl.store(chances + r * 2, weight)
+    excess = sum_of_blocks(rests, r, blocks, BLOCKS, 1)
+    tl.store(chances + r * 2, tl.load(factors + r * 2))
     tl.store(chances + r * 2 + 1, excess)
-
-    token, margin = tl.load(best_token + r), tl.load(to + MARGIN)
-    if sampled:
-        stream = tl.where(rejecting, LOG_RECOVER, LOG_DRAFT)
-        number = uniforms + (b * streams + stream).to(tl.int64) * positions + position
-        token, margin = drawn_token(
-            row, q, tl.load(number), factor, excess,
-            vocab, t, top, floor, norm, early, bans, BANNED, BLOCK,
+    token, margin = tl.load(best_token + r), tl.load(figures + r * 8 + MARGIN)
+    if tl.load(temperature + b) > 0:
+        i, short = tl.arange(0, BLOCKS), excess > 0
+        at, there = r * blocks + i, i < blocks
+        sums = tl.load(shares + at * 2, there, 0.0) / tl.load(figures + r * 8 + NORM)
+        sums = tl.where(short, tl.load(rests + at, there, 0.0), sums)
+        stream = tl.where(tl.load(rejection + b) != 0, LOG_RECOVER, LOG_DRAFT)
+        number = uniforms + (b * streams + stream).to(tl.int64) * positions
+        total = tl.where(short, excess, 1.0)
+        x = tl.load(number + tl.load(lengths + b) + 1 + j) * total
+        # Rounding can carry x up to the total, and over a block's last border: the last id is it.
+        last = tl.max(tl.where(sums > 0, i, 0), 0)
+        own = tl.min(tl.where((tl.cumsum(sums, 0) > x) & (sums > 0), i, last), 0)
+        before = tl.sum(tl.where(i < own, sums, 0.0), 0)
+        v = own * BLOCK + tl.arange(0, BLOCK)
+        p = probs_of(
+            logits, figures, lengths, temperature, banned_ids, banned_until, r, v, vocab,
+            TOKENS, BANNED,
         )  # fmt: skip
+        if short:
+            q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
+            p = rest_of(p, q, v, vocab, tl.load(factors + r * 2 + 1))
+        border = before + tl.cumsum(p, 0)
+        last = tl.max(tl.where(p > 0, v, 0), 0)
+        token = tl.min(tl.where((border > x) & (p > 0), v, last), 0)
+        edge = tl.sum(tl.where(v == token, border, 0.0), 0)
+        below = edge - tl.sum(tl.where(v == token, p, 0.0), 0)
+        margin = tl.maximum(tl.minimum(x - below, edge - x), 0.0) / total
     tl.store(target + r, token)
     tl.store(margins + r, margin)
 
@@ -248,24 +262,23 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     """Return the launches of accept_mixed."""
     known = bind(accept_mixed_op, operands)
     known |= name_controls(known.pop("controls"))
-    logits, bans = known["logits"], known["banned_ids"]
-    B, T, V = logits.shape
-    until = known["banned_until"]
-    best = best_launch(logits, lengths=known["lengths"], banned_ids=bans, banned_until=until)
-    blocks, (streams, positions) = best.grid[1], known["uniforms"].shape[1:]
-    known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
-    known |= {"TOKENS": T, "ROWS": round_up_to_tile(T, 2), "BANNED": bans.shape[1]}
-    known |= {"BLOCK": vocabulary_block(V), "BLOCKS": round_up_to_tile(blocks, 2)}
-    (known["best"],) = best.outputs
+    logits = known["logits"]
+    B, T, _ = logits.shape
+    laws = law_launches(logits, known)
+    grid, (streams, positions) = laws[-1].grid, known["uniforms"].shape[1:]
+    known |= {"streams": streams, "positions": positions, "ROWS": round_up_to_tile(T, 2)}
     best_token, figures = logits.new_empty(B * T, dtype=torch.int32), logits.new_empty(B * T, 8)
-    law = Launch.by_name(law_of_row, (B * T,), known, (figures, best_token), warps=8)
     known |= {"figures": figures, "best_token": best_token}
+    law = Launch.by_name(law_of_row, (B * T,), known, (figures, best_token))
+    factors, rests = logits.new_empty(B * T, 2), logits.new_empty(grid)
+    rest = Launch.by_name(rest_of_block, grid, known, (factors, rests), warps=8)
+    known |= {"factors": factors, "rests": rests}
     results = empty_results(accept_mixed_op, known)
     known |= {"target": torch.empty_like(best_token), "chances": logits.new_empty(B * T, 2)}
     drawn = known["target"], results[-1], known["chances"]
     draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
     judge = Launch.by_name(verdict_of_mixed_slot, (B,), known, results[:-1])
-    return Launches((best, law, draw, judge), results)
+    return Launches((*laws, law, rest, draw, judge), results)
 
 
 OPERANDS = (*signature(accept_mixed_op._init_fn).parameters,)

@@ -1,22 +1,35 @@
 """shaped_probs in Triton: a row's filtered distribution, without sorting the row.
 
-A filter is a threshold, whose bits are found two at a time. A row is read 15 times for each filter,
-but only if its slot uses the filter.
+A filter is a threshold, the bits of which are found `BITS` at a time: each launch tries 2^BITS
+thresholds in all blocks of the vocabulary. Programs return at once if their slot has no filter.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
+from mtpbuild.plugins.accept_rewind.triton import (
+    best_launch,
+    best_of_row,
+    vocabulary_block,
+    without,
+)
 from mtpbuild.plugins.control_tensors import name_controls
-from mtpbuild.plugins.launch import Launch, Launches, run_launches
+from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
+BITS = tl.constexpr(5)
+TRIED = tl.constexpr(1 << BITS.value)
+TURNS = tl.constexpr(30 // BITS.value)  # launches that find a threshold: from 0 to 1 are 30 bits
 ONE_BITS = tl.constexpr(0x3F800000)  # the float 1.0; positive floats have the order of their bits
+# A row's search: its largest logit, the threshold so far, what it has to keep, the last filter's.
+TOP, LOW, WANTED, FLOOR = (tl.constexpr(i) for i in range(4))
+PART = 256  # logits at a time, one of each thread, which has a sum for each threshold
+BANS = ("lengths", "banned_ids", "banned_until")
 
 
 @triton.jit
@@ -36,97 +49,234 @@ def weights_of(
 
 
 @triton.jit
-def floor_of_row(
-    row, vocab, t, top, early, bans, k, limit, least,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+def row_of(
+    logits, r, lengths, banned_ids, banned_until, vocab, TOKENS: tl.constexpr, BANNED: tl.constexpr
 ):  # fmt: skip
-    """Return the smallest weight that top-k, top-p and min-p keep."""
-    floor = 0.0
-    if (k > 0) & (k < vocab):
-        floor = _threshold(row, vocab, t, top, early, bans, 0.0, k, BANNED, BLOCK, True)
-    if limit < 1:
-        mass = limit * sum_of_row(row, vocab, t, top, early, bans, floor, BANNED, BLOCK)
-        floor = _threshold(row, vocab, t, top, early, bans, floor, mass, BANNED, BLOCK, False)
-    return tl.maximum(floor, least)
+    """Return row r of the logits, its slot's banned ids, and whether they are banned there."""
+    row, b = logits + r.to(tl.int64) * vocab, r // TOKENS
+    bans, early = row, False
+    if banned_ids is not None:
+        bans = banned_ids + b * BANNED
+        early = tl.load(lengths + b) + 1 + r % TOKENS < tl.load(banned_until + b)
+    return row, bans, early
 
 
 @triton.jit
-def _threshold(
-    row, vocab, t, top, early, bans, floor, wanted,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
-):  # fmt: skip
-    """Return the largest threshold from `floor` to 1 that keeps at least `wanted`.
-
-    wanted: a sum of weights, or their number if COUNTED. Each pass over the row tries 4 thresholds,
-    and finds 2 of the threshold's 30 bits.
-    """
-    low = 0
-    for turn in range(15):
-        step = 1 << (28 - 2 * turn)
-        least = tl.maximum(floor, (low + step * tl.arange(0, 4)).to(tl.float32, bitcast=True))
-        kept = tl.zeros((4, BLOCK), tl.int32 if COUNTED else tl.float32)
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            e = weights_of(row, v, vocab, t, top, early, bans, BANNED)[None, :]
-            reached = e >= least[:, None]
-            kept += reached.to(tl.int32) if COUNTED else tl.where(reached, e, 0.0)
-        enough = (tl.sum(kept, 1) >= wanted).to(tl.int32)
-        low += step * tl.maximum(tl.sum(enough, 0) - 1, 0)
-    return tl.maximum(floor, tl.minimum(low, ONE_BITS).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def sum_of_row(
-    row, vocab, t, top, early, bans, least,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of the weights that are at least `least`."""
-    kept = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, top, early, bans, BANNED)
-        kept += tl.where(e >= least, e, 0.0)
-    return tl.sum(kept, 0)
-
-
-@triton.jit
-def shape_row(
-    logits, temperature, top_k, top_p, min_p,
-    vocab,
-    probs,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program r writes row slot * TOKENS + token of probs [B, TOKENS, vocab], the op's result."""
-    r = tl.program_id(0)
-    b = r // TOKENS
-    row, to = logits + r.to(tl.int64) * vocab, probs + r.to(tl.int64) * vocab
+def temperature_of(temperature, b):
+    """Return the temperature of slot b, or 1 if it is greedy, and whether it samples."""
     t = tl.load(temperature + b)
-    sampled = t > 0
-    t = tl.where(sampled, t, 1.0)
-    top = float("-inf")
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        top = tl.maximum(top, tl.max(tl.load(row + v, v < vocab, float("-inf")), 0))
-    floor = 0.0
-    if sampled:
-        floor = floor_of_row(
-            row, vocab, t, top, False, row,
-            tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), 0, BLOCK,
-        )  # fmt: skip
-    norm = sum_of_row(row, vocab, t, top, False, row, floor, 0, BLOCK)
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, top, False, row, 0)
-        tl.store(to + v, tl.where(e >= floor, e / norm, 0.0), v < vocab)
+    return tl.where(t > 0, t, 1.0), t > 0
+
+
+@triton.jit
+def is_used(sampled, k, limit, vocab, turn):
+    """Return whether a row has the filter that a turn works for: first top-k, then top-p."""
+    return sampled & tl.where(turn < TURNS, (k > 0) & (k < vocab), limit < 1)
+
+
+@triton.jit
+def bits_below(turn):
+    """Return how many bits of a filter's threshold are found after a turn."""
+    return BITS * (TURNS - 1 - turn + tl.where(turn < TURNS, 0, TURNS))
+
+
+@triton.jit
+def search_of_row(search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCKS: tl.constexpr):
+    """Return a row's search after the turns before `turn`: TOP, LOW, WANTED and FLOOR.
+
+    The last of these turns left its search and what it kept of each block [rows, blocks, TRIED].
+    """
+    of, last = search + r * 4, turn - 1
+    top, low = tl.load(of + TOP), tl.load(of + LOW).to(tl.int32, bitcast=True)
+    wanted, floor = tl.load(of + WANTED), tl.load(of + FLOOR)
+    if is_used(sampled, k, limit, vocab, last):
+        n, i = tl.arange(0, TRIED), tl.arange(0, BLOCKS)[:, None]
+        sums = tl.sum(tl.load(kept + (r * blocks + i) * TRIED + n[None, :], i < blocks, 0.0), 0)
+        if last == TURNS:  # its first threshold keeps what top-k leaves
+            wanted = limit * tl.sum(tl.where(n == 0, sums, 0.0), 0)
+        enough = tl.sum((sums >= wanted).to(tl.int32), 0)
+        low += tl.maximum(enough - 1, 0) << bits_below(last)
+        if (turn == TURNS) | (turn == 2 * TURNS):
+            floor = tl.maximum(floor, tl.minimum(low, ONE_BITS).to(tl.float32, bitcast=True))
+            low = 0
+    return top, low, wanted, floor
+
+
+@triton.jit
+def try_thresholds(
+    logits, best, search, kept, lengths, temperature, top_k, top_p, banned_ids, banned_until,
+    vocab, blocks, turn,
+    new_search, new_kept,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Program (r, i) finds what block i of row r = slot * TOKENS + token keeps, by threshold.
+
+    That is a number of weights in turns of top-k, and their sum in those of top-p. Turn 0 has the
+    blocks of `best_of_block`, others the turn before.
+    """
+    r, i = tl.program_id(0), tl.program_id(1)
+    b = r // TOKENS
+    t, sampled = temperature_of(temperature, b)
+    k, limit = tl.load(top_k + b), tl.load(top_p + b)
+    used = is_used(sampled, k, limit, vocab, turn)
+    if used | (i == 0):
+        if best is not None:
+            one = r + tl.arange(0, 1)
+            top = tl.max(best_of_row(best, one, one >= 0, blocks, BLOCKS)[1], 0)
+            low, wanted, floor = tl.full((), 0, tl.int32), k.to(tl.float32), 0.0
+        else:
+            top, low, wanted, floor = search_of_row(
+                search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCKS
+            )
+        if i == 0:
+            to = new_search + r * 4
+            tl.store(to + TOP, top)
+            tl.store(to + LOW, low.to(tl.float32, bitcast=True))
+            tl.store(to + WANTED, wanted)
+            tl.store(to + FLOOR, floor)
+        if used:
+            n, to = tl.arange(0, TRIED), new_kept + (r * blocks + i) * TRIED
+            shift, same, known = bits_below(turn), turn < 0, 0.0
+            if kept is not None:
+                last = (low >> (shift + BITS)) % TRIED  # the threshold of the turn before
+                of, two = kept + (r * blocks + i) * TRIED + last, last < TRIED - 1
+                two = two & (turn != TURNS)
+                known = tl.load(of, two, 0.0)
+                same = two & (known == tl.load(of + 1, two, 0.0))
+            if same:  # the block has nothing between this threshold and the next
+                tl.store(to + n, known + tl.zeros((TRIED,), tl.float32))
+            else:
+                row, bans, early = row_of(
+                    logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED
+                )
+                least = (low + (n << shift)).to(tl.float32, bitcast=True)
+                least, begin = tl.maximum(floor, least)[:, None], i * BLOCK
+                if early:
+                    sums = kept_of_block(
+                        row, begin, vocab, t, top, True, bans, least, turn, BANNED, BLOCK, PART
+                    )
+                else:  # without a branch the loop has all its loads in flight
+                    sums = kept_of_block(
+                        row, begin, vocab, t, top, False, bans, least, turn, BANNED, BLOCK, PART
+                    )
+                tl.store(to + n, sums)
+
+
+@triton.jit
+def kept_of_block(
+    row, begin, vocab, t, top, early, bans, least, turn,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Return the number or, in turns of top-p, sum of a block's weights that reach `least`."""
+    sums = tl.zeros((TRIED, PART), tl.float32)
+    for first in tl.range(0, BLOCK, PART, loop_unroll_factor=8):
+        v = begin + first + tl.arange(0, PART)
+        e = weights_of(row, v, vocab, t, top, early, bans, BANNED)
+        reached = tl.where(e[None, :] >= least, 1.0, 0.0)
+        sums += reached * tl.where(turn < TURNS, 1.0, e)[None, :]  # two instructions for each
+    return tl.sum(sums, 1)
+
+
+@triton.jit
+def share_of_block(
+    logits, search, kept, window, lengths, temperature, top_k, top_p, min_p,
+    banned_ids, banned_until,
+    vocab, blocks,
+    laws, shares,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (r, i) sums the weights of block i of row r = slot * TOKENS + token that are kept.
+
+    laws [B * TOKENS, 2]: the row's largest logit and the smallest weight that filters keep. shares
+    [B * TOKENS, blocks, 2]: the sum, and with a window the number of ids before the row's draft.
+    """
+    r, i = tl.program_id(0), tl.program_id(1)
+    b, j = r // TOKENS, r % TOKENS
+    t, sampled = temperature_of(temperature, b)
+    k, limit = tl.load(top_k + b), tl.load(top_p + b)
+    top, _, _, floor = search_of_row(
+        search, kept, r, sampled, k, limit, vocab, blocks, 2 * TURNS, BLOCKS
+    )
+    floor = tl.where(sampled, tl.maximum(floor, tl.load(min_p + b)), 0.0)
+    row, bans, early = row_of(logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED)
+    v = i * BLOCK + tl.arange(0, BLOCK)
+    e = weights_of(row, v, vocab, t, top, early, bans, BANNED)
+    to = shares + (r * blocks + i) * 2
+    tl.store(to, tl.sum(tl.where(e >= floor, e, 0.0), 0))
+    if window is not None:
+        draft = draft_of_row(window, b, j, vocab, TOKENS)[0]
+        own = weights_of(row, draft + tl.arange(0, 1), vocab, t, top, early, bans, BANNED)
+        before = ((e > own) | ((e == own) & (v < draft))) & (v < vocab)
+        tl.store(to + 1, tl.sum(before.to(tl.float32), 0))
+    if i == 0:
+        tl.store(laws + r * 2, top)
+        tl.store(laws + r * 2 + 1, floor)
+
+
+@triton.jit
+def draft_of_row(window, b, j, vocab, TOKENS: tl.constexpr):
+    """Return row j's draft, or 0 if it has none in the vocabulary, and whether it has one."""
+    draft = tl.load(window + b * TOKENS + j + 1, j < TOKENS - 1, -1)
+    valid = (draft >= 0) & (draft < vocab)
+    return tl.where(valid, draft, 0), valid
+
+
+@triton.jit
+def sum_of_blocks(sums, r, blocks, BLOCKS: tl.constexpr, FIELDS: tl.constexpr):
+    """Add row r's sums [rows, blocks, FIELDS] at this pointer."""
+    i = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(sums + (r * blocks + i) * FIELDS, i < blocks, 0.0), 0)
+
+
+@triton.jit
+def shape_block(
+    logits, laws, shares, temperature,
+    vocab, blocks,
+    probs,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (r, i) writes block i of row slot * TOKENS + token of probs, the op's result."""
+    r, v = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, to = logits + r.to(tl.int64) * vocab, probs + r.to(tl.int64) * vocab
+    t, _ = temperature_of(temperature, r // TOKENS)
+    top, floor = tl.load(laws + r * 2), tl.load(laws + r * 2 + 1)
+    e = weights_of(row, v, vocab, t, top, False, row, 0)
+    norm = sum_of_blocks(shares, r, blocks, BLOCKS, 2)
+    tl.store(to + v, tl.where(e >= floor, e / norm, 0.0), v < vocab)
+
+
+def law_launches(logits: Tensor, known: dict[str, Any]) -> tuple[Launch, ...]:
+    """Return the launches that find each row's law, from the best of its blocks to its shares.
+
+    known: operands by name. Names of sizes, constants and results are added.
+    """
+    B, T, V = logits.shape
+    bans = {name: known[name] for name in BANS if known[name] is not None}
+    best = best_launch(logits, **bans)
+    grid, block = best.grid, vocabulary_block(V)
+    known |= {"logits": logits, "vocab": V, "TOKENS": T, "BLOCK": block, "PART": min(block, PART)}
+    known |= {"blocks": grid[1], "BLOCKS": round_up_to_tile(grid[1], 2)}
+    known |= {"BANNED": known["banned_ids"].shape[1] if bans else 0}
+    known |= {"best": best.outputs[0], "search": None, "kept": None}
+    each = [best]
+    for turn in range(2 * TURNS.value):
+        found = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
+        launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, found, warps=8)
+        each.append(launch)
+        known |= {"best": None, "search": found[0], "kept": found[1]}
+    laws = logits.new_empty(B * T, 2), logits.new_empty(*grid, 2)
+    each.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
+    known |= {"best": best.outputs[0], "laws": laws[0], "shares": laws[1]}
+    return tuple(each)
 
 
 def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launches:
-    """Return the launch of shaped_probs."""
-    B, T, V = logits.shape
-    known: dict[str, Any] = {**name_controls(controls), "logits": logits, "vocab": V}
-    known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
-    probs = logits.new_empty(B, T, V)
-    return Launches((Launch.by_name(shape_row, (B * T,), known, (probs,), warps=8),), probs)
+    """Return the launches of shaped_probs."""
+    known: dict[str, Any] = {**name_controls(controls), **dict.fromkeys(("window", *BANS))}
+    each, probs = law_launches(logits, known), torch.empty_like(logits)
+    shape = Launch.by_name(shape_block, each[-1].grid, known, (probs,), warps=8)
+    return Launches((*each, shape), probs)
 
 
 shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")

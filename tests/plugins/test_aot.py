@@ -286,8 +286,8 @@ def test_a_list_is_an_operand(trtp: Plugins) -> None:
     op = accept_mixed_op._opoverload
     facets(TENSORRT.facets)[op](ctx, op, operands, {}, "judge")
     assert cast == ["active", "thinking", "rejection", "block"]
-    parameters = ("temperature", "top_k", "top_p", "min_p", "relaxed_topk", "relaxed_delta")
-    assert taken["law_of_row"][-8:-2] == [*parameters]
+    assert taken["share_of_block"][-6:-2] == ["temperature", "top_k", "top_p", "min_p"]
+    assert taken["law_of_row"][-5:-2] == ["temperature", "relaxed_topk", "relaxed_delta"]
     assert taken["verdict_of_mixed_slot"][-2:] == ["thinking_ids", "uniforms"]
 
 

@@ -22,8 +22,8 @@ pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has
 pytestmark = pytest.mark.xdist_group("ptx")  # one worker has the cache of compiled kernels
 
 KERNELS = "best_of_block best_rows down draw_of_row gate_and_up kv_copy law_of_row mla_combine "
-KERNELS += "mla_partial route scaled_product score_rows shape_row verdict_of_mixed_slot "
-KERNELS += "verdict_of_slot"
+KERNELS += "mla_partial rest_of_block route scaled_product score_rows shape_block share_of_block "
+KERNELS += "try_thresholds verdict_of_mixed_slot verdict_of_slot"
 
 
 @pytest.fixture(scope="module")
