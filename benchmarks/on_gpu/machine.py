@@ -43,7 +43,11 @@ def measure_machine() -> Machine:
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Return the microseconds per call, from the median of 7 replays of one CUDA graph."""
+    """Return the microseconds per call, from the median of 7 runs of one CUDA graph.
+
+    A run replays it for at least 2 ms, as the launch of a graph takes time, too. The first runs
+    raise the GPU's clocks.
+    """
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()
@@ -51,16 +55,20 @@ def microseconds(calls: Sequence[Call]) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    graph.replay()
-    times = []
-    for _ in range(7):
+
+    def run(replays: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        for _ in range(replays):
+            graph.replay()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times) / len(calls)
+        return begin.elapsed_time(end) * 1e3 / replays
+
+    run(1)
+    replays = 1 + int(2000 / run(3))
+    run(10 * replays)
+    return statistics.median(run(replays) for _ in range(7)) / len(calls)
 
 
 def repeats(nbytes: int) -> int:

@@ -183,7 +183,7 @@ class Parts:
     def first_draft(self, tokens: int) -> Part:
         arguments = {
             "emitted": self._tokens(tokens),
-            "hidden": self._hidden(tokens),
+            "verified": self._hidden(tokens),  # `hidden` would be a prompt's, of varying length
             "start": self.start,
             "at": torch.tensor([tokens - 1], device=self.device),
         }
@@ -195,7 +195,7 @@ class Parts:
         arguments = {
             "cache": cache,
             "draft": self._tokens(1),
-            "hidden": self._hidden(1),
+            "verified": self._hidden(1),
             "start": self.start,
             "side": cache[:, :, :1].clone(),
         }
@@ -232,14 +232,17 @@ class Parts:
             assert isinstance(layer, DecoderLayer)
             return self._layer_cost(layer, tokens)
         if isinstance(module, FirstDraft | FurtherDraft):
-            return self._layer_cost(self.model.module(0), tokens)
+            return self._layer_cost(self.model.module(0), tokens, last=True)
         if isinstance(module, Accept):
             return Cost(4.0 * tokens * self.vocabulary, 0.0)
         head = self.model.lm_head
         return Cost(head.nbytes, 2.0 * head.numel() * tokens)
 
-    def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
-        """Count one read of the cache and weights, with experts that random tokens choose."""
+    def _layer_cost(self, layer: DecoderLayer, tokens: int, last: bool = False) -> Cost:
+        """Count one read of the cache and weights, with experts that random tokens choose.
+
+        last: only the last token goes through the experts.
+        """
         c, nbytes, operations = self.model.config, 0.0, 0.0
         family = family_of(c)
         costs, width = (
@@ -251,8 +254,9 @@ class Parts:
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
             if isinstance(layer.mlp, GatheredMoE) and routed:
                 always = layer.mlp.gate.always  # shared experts follow the routed ones
-                read = (count_distinct_experts(costs, tokens) + always) / (costs.experts + always)
-                used = (costs.chosen + always) / (costs.experts + always)
+                choosing = 1 if last else tokens
+                read = (count_distinct_experts(costs, choosing) + always) / (costs.experts + always)
+                used = (costs.chosen + always) / (costs.experts + always) * choosing / tokens
             nbytes += read * weight.nbytes
             operations += used * 2 * self._values(layer, name, weight) * tokens
         nbytes += self.context * width * self.embedding.element_size()
