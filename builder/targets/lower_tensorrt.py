@@ -33,6 +33,7 @@ from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
+SORT = torch.ops.aten.sort.stable
 # The preview feature that TensorRT 10 needs for collectives; TensorRT 11 has them by default.
 COLLECTIVES = "MULTIDEVICE_RUNTIME_10_16"
 # Ops whose kernels read weights as they are stored.
@@ -93,7 +94,7 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     sum_op = torch.ops.tensorrt.fused_nccl_all_reduce.default
-    converters = {CUMSUM: cumsum, GATHER: gather, sum_op: all_reduce}
+    converters = {CUMSUM: cumsum, GATHER: gather, SORT: sort, sum_op: all_reduce}
     for op, converter in (plugins.facets(TENSORRT.facets) | converters).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
@@ -121,6 +122,15 @@ def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     layer = ctx.net.add_gather_v2(values, ids, tensorrt_api(NAME).GatherMode.ELEMENT)
     layer.axis = axis % len(values.shape)
     return layer.get_output(0)
+
+
+def sort(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> tuple[Any, Any]:
+    """Convert a router's sort, of at most 3,840 values, to one layer; Torch-TensorRT lacks it."""
+    trt, values = tensorrt_api(NAME), args[0]
+    axis = kwargs.get("dim", -1) % len(values.shape)
+    largest = trt.TopKOperation.MAX if kwargs.get("descending") else trt.TopKOperation.MIN
+    layer = ctx.net.add_topk(values, largest, values.shape[axis], 1 << axis)
+    return layer.get_output(0), layer.get_output(1)
 
 
 def all_reduce(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
