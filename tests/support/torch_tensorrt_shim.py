@@ -87,7 +87,6 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.program.engine_weights import EngineWeights
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.trt_compile import place
@@ -111,7 +110,7 @@ def listing(folder: Path) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = folder_name
         places = EngineWeights(source).write(out, siblings=out / "none").places
         for program in make_programs(plan, source.model):
-            traced = trace(program, plan)
+            traced = TARGET.trace(program, plan)
             file = TARGET.lower(traced, places, out)
             constants = load_file(out / f"{program.name}.constants.safetensors").keys()
             weights = sorted(named - constants)
@@ -144,7 +143,6 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.plan.recipe import find_recipe
     from mtpbuild.builder.program.opened_model import make_model
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets.lower_tensorrt import convert
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.weights.requantised import format_by
@@ -167,7 +165,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for program in make_programs(plan, model):
-        interpreter = convert(trace(program, plan), weights)  # holds the network's constants
+        interpreter = convert(TARGET.trace(program, plan), weights)  # holds the network's constants
         network = interpreter.ctx.net
         found[program.name] = describe(trt, network) | {
             "totals": totals(trt, network),
