@@ -32,7 +32,7 @@ fix: venv
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i plugins/cpu/source/*.h plugins/cpu/source/*.cpp
 
-test: venv  ## the suite, about 11 minutes on 2 cores
+test: venv  ## the suite, 6 to 11 minutes on 2 cores
 	$(BIN)/pytest $(WORKERS) -m "not full"
 
 test-full: venv  ## and the larger matrix; with PART=NAME one of its parts, each of at most an hour

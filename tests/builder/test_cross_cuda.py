@@ -125,10 +125,7 @@ def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: P
     for program in programs:
         check(program, gpu.replace("sm", "sm_"), headers)
         assert OWN[program.program] <= set(program.kernels)
-        # A head is such a product in every format. Products in nvfp4 are those of dense MLPs and of
-        # experts, the shared ones among the routed.
-        scaled = {"": ("head",), "nvfp4": ("dense_layer",), "fp8": OWN.keys()}[format]
-        assert ("scaled_product" in program.kernels) == (program.program in scaled)
+        assert "scaled_product" in program.kernels, "plain products, too, whose reader sums parts"
         assert program.calls <= MOST_CALLS[program.program][FORMATS.index(format)]
 
 
@@ -156,7 +153,7 @@ def test_calls_of_a_mixed_step(headers: Path, tmp_path: Path) -> None:
     judge = {"law_of_row", "rest_of_block", "draw_of_row", "verdict_of_mixed_slot", "shape_block"}
     assert judge <= set(program.kernels)
     assert program.kernels["try_thresholds"] == 4 * 12
-    assert program.calls <= 194
+    assert program.calls <= 198
 
 
 @pytest.mark.full
