@@ -214,7 +214,7 @@ def _choose_tiles(
     Returns the kernel's constants and its warps. BLOCK_M is the number of query rows, BLOCK_N that
     of keys per iteration, CHUNK that of latents per product of scores. STAGES is one more than the
     tiles of keys in shared memory. many: take 64 query rows, which read the cache once instead of
-    four times. In products of fewer rows they would not fit into registers (docs/gpu-kernels.md).
+    four times; only Hopper's products of a warp group have room for their sums.
     """
     latent, constants = round_up_to_tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
