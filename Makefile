@@ -36,7 +36,7 @@ test: venv  ## the suite, 6 to 11 minutes on 2 cores
 	$(BIN)/pytest $(WORKERS) -m "not full"
 
 test-full: venv  ## and the larger matrix; with PART=NAME one of its parts, each of at most an hour
-	$(BIN)/pytest $(WORKERS) $(PART:%=--part %)
+	$(BIN)/pytest $(WORKERS) $(PART:%=--part=%)
 
 test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB in .venv-rtx
 	test -d .venv-rtx || tools/tensorrt_rtx_env.sh

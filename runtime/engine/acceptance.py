@@ -17,9 +17,10 @@ Belief: TypeAlias = Floats  # [levels] their probabilities, whose sum is 1
 LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97], np.float32)
 _weights = (LEVELS + 0.1) ** 2
 PRIOR: Belief = _weights / _weights.sum()  # a new request's; most MTP modules have 0.7 to 0.9
-# Probability per step that the level has changed: of a step with drafts, and of one without, whose
-# belief should stay as sure as trials can afford.
+# With this probability per step the level has changed, and the prior holds again: after a step with
+# drafts, and after one without, where a belief should stay as sure as trials can afford.
 CHANGE, IDLE_CHANGE = 0.005, 0.002
+AFTER_DRAFTS, IDLE = ((1 - change, change * PRIOR) for change in (CHANGE, IDLE_CHANGE))
 FACTOR_WEIGHT = 40.0  # a position's factor starts as 1, with the weight of this many drafts
 FACTOR_DECAY, FACTOR_INTERVAL = 0.98, 16  # weight that older drafts keep, each so many steps
 MOST_FACTOR, MOST_RATE = 1.2, 0.99
@@ -35,27 +36,29 @@ class AcceptanceModel:
 
     def update(self, belief: Belief, accepted: int, drafted: int) -> Belief:
         """Return a request's belief after a step that accepted `accepted` of `drafted` drafts."""
-        change = IDLE_CHANGE
+        kept, changed = IDLE
         if drafted:
             tried = min(accepted + 1, drafted)
             self._judged[:tried] += belief @ LEVELS
             self._accepted[:accepted] += 1
             belief = belief * self._likelihood(accepted, drafted)
-            belief /= belief.sum()
-            change = CHANGE
+            kept, changed = AFTER_DRAFTS
+            kept /= float(belief.sum())
         self._steps += 1
         if self._steps % FACTOR_INTERVAL == 0:
             self._judged *= FACTOR_DECAY
             self._accepted *= FACTOR_DECAY
             found = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
             self._set_factors(np.minimum(found, MOST_FACTOR) / found[0])
-        return (1 - change) * belief + change * PRIOR
+        return belief * kept + changed
 
     def _likelihood(self, accepted: int, drafted: int) -> Floats:
         """Return the probability [levels] of a step's result; none is 0."""
-        found = self._reached[:, accepted] + np.float32(1e-9)
-        if accepted < drafted:
-            found = found * (1 - self._rates[:, accepted])
+        if (found := self._likelihoods.get((accepted, drafted))) is None:
+            found = self._reached[:, accepted] + np.float32(1e-9)
+            if accepted < drafted:
+                found *= 1 - self._rates[:, accepted]
+            self._likelihoods[accepted, drafted] = found
         return found
 
     def _set_factors(self, factors: Floats) -> None:
@@ -63,4 +66,5 @@ class AcceptanceModel:
         ones = np.ones((len(LEVELS), 1), np.float32)
         # [levels, nextn + 1]: the probability that the first k drafts are accepted
         self._reached = np.concatenate([ones, np.cumprod(self._rates, 1)], 1)
+        self._likelihoods: dict[tuple[int, int], Floats] = {}
         self.tokens: Floats = np.cumsum(self._reached, 1)  # a step's, by level and nextn

@@ -116,19 +116,21 @@ class AdaptiveNextn(StepLauncher):
             return None
         tokens, above = self._model.tokens, slice(best + 1, None)
         expected = beliefs @ tokens
-        rate = expected[best] / times[best]
+        rate = float(expected[best] / times[best])
         loss = np.maximum(times[above] - expected[above] / rate, 0)
-        loss = times[above] - expected[best] / rate + TRIAL_STEPS * loss
-        # If the levels were known, then the requests of which levels would gain how much?
-        gained = tokens[:, above] / times[above] - (tokens[:, best] / times[best])[:, None]
-        gain = beliefs @ np.maximum(gained, 0) / rate * min(left, HORIZON) * beliefs.sum() / rate
-        worth = gain / np.maximum(loss, 1e-9)
+        loss = times[above] - times[best] + TRIAL_STEPS * loss
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried
         affordable = loss <= self._credit
         if tried is not None and self._credit > 0:
             affordable[tried - best - 1] = True
+        if not affordable.any():  # so in most steps: what a trial may gain need not be known
+            return None
+        # If the levels were known, then the requests of which levels would gain how much?
+        gained = tokens[:, above] / times[above] - (tokens[:, best] / times[best])[:, None]
+        gain = beliefs @ np.maximum(gained, 0) / rate * min(left, HORIZON) * beliefs.sum() / rate
+        worth = gain / np.maximum(loss, 1e-9)
         choice = int(np.where(affordable, worth, 0).argmax())
         if not affordable[choice] or worth[choice] <= TRIAL_GAIN:
             # A long time without trials is no reason for many at once.

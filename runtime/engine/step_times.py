@@ -75,17 +75,27 @@ class StepTimes:
         self._per_sampling_slot = _fit_line(np.array(table.sampled or short) - short)
         self._per_row = _fit_line(np.array(table.long or short) - short)
         self._per_row /= max(long_rows - SHORT, 1)
+        self._by_slots: dict[int, Seconds] = {}
         self._scale = 1.0
         self._own = np.ones(nextn + 1)
         self._known = bool(table.slots)
 
     def seconds(self, size: StepSize) -> Seconds:
         """Return the seconds of a step of this size, for each nextn."""
-        slots = [np.interp(size.slots, self._sizes, times) for times in self._times.T]
-        rows = max(size.rows - SHORT * size.slots, 0)
-        found: Seconds = np.array(slots) + self._per_row * rows
-        found += self._per_sampling_slot * size.sampling
-        return found * self._own * self._scale
+        found = self._of_slots(size.slots)
+        if (rows := size.rows - SHORT * size.slots) > 0:
+            found = found + self._per_row * rows
+        if size.sampling:
+            found = found + self._per_sampling_slot * size.sampling
+        corrected: Seconds = found * (self._own * self._scale)
+        return corrected
+
+    def _of_slots(self, slots: int) -> Seconds:
+        """Return the table's seconds of a step with SHORT rows in each of so many slots."""
+        if (found := self._by_slots.get(slots)) is None:
+            each = [np.interp(slots, self._sizes, times) for times in self._times.T]
+            found = self._by_slots[slots] = np.array(each)
+        return found
 
     def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
         """Correct the times by a step's measured seconds."""
