@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from loop_overhead import measure
-from one.published import DRAFTING, PLAIN, PROMPT
-from one.sides import Measured
+from one.files import Workshop, on_disk
+from one.published import DRAFTING, PLAIN, PROMPT, SHORT
+from one.shapes import MOE, published
+from one.sides import WARM, decode, ours, prompt
 from rich.console import Console
 from rich.table import Table
 from script import parse_flags, run
-from serving import Server, ours
+from serving import Server
+from serving import ours as serve_ours
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.compiler.build import build
@@ -78,7 +81,7 @@ FIGURES = {
     # serving.py with the engine of that build: tokens/s over HTTP over those in a process.
     "http1": Figure("1 user over HTTP over Engine.stream", 0.1, 0.95, more_is_better=True),
     "http8": Figure("8 users over HTTP over 8 in a process", 0.1, 0.95, more_is_better=True),
-    # one_machine.py with four layers of GigaChat3-10B's shape, int4; its aims are for all layers.
+    # As in one_machine.py, with four layers of GigaChat3-10B's shape, int4; aims are of all layers.
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
     "prompt": Figure("4 layers of 10B: tokens/s of a prompt over a step's", 0.25, 15, True),
@@ -97,7 +100,7 @@ def build_and_serve() -> dict[str, float]:
         start = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
         seconds = time.perf_counter() - start
-        server = Server(MODEL, partial(ours, out), out)
+        server = Server(MODEL, partial(serve_ours, out), out)
         for _ in range(3):
             server.run([1, 8], requests=2, tokens=128)
         shares = {f"http{users}": share for users, share in server.shares()}
@@ -130,9 +133,9 @@ def int8_caches(threads: int) -> float:
             (built,) = build(BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options))
             loaded = Engine.load(built.folder, threads=threads, overlap=False, prefix_cache=False)
             engines.append(stack.enter_context(loaded))
-        prompt, found = list(range(1, CACHED + 1)), list[float]()
+        tokens, found = list(range(1, CACHED + 1)), list[float]()
         for _ in range(5):
-            narrow, wide = (measure(engine, 32, prompt)[0] for engine in engines)
+            narrow, wide = (measure(engine, 32, tokens)[0] for engine in engines)
             found.append(statistics.median(narrow) / statistics.median(wide))
     return statistics.median(found)
 
@@ -140,22 +143,23 @@ def int8_caches(threads: int) -> float:
 def real_size(threads: int) -> dict[str, float]:
     """Measure the ratios for a few layers of a model of realistic size."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        flags = ["--only", "moe", "--layers", str(LAYERS), "--rounds", "1", "--ours-alone"]
-        flags += ["--threads", str(threads), "--work", f"{folder}/work", "--out", str(out)]
-        script = Path(__file__).parent / "one_machine.py"
-        subprocess.run([sys.executable, str(script), *flags], check=True, capture_output=True)
-        data = json.loads(out.read_text(encoding="utf-8"))["moe"]["figures"]
-    measured = Measured(data["rounds"])
-    step, plain = (measured.step(name, "short") for name in (DRAFTING, PLAIN))
-    peak = measured.memory(DRAFTING, "short")
-    prompt = measured.prompt(PLAIN, "prompt")
-    assert step is not None
-    assert plain is not None
-    assert peak is not None
-    assert prompt is not None
-    found = {"step": step / plain, "memory": peak / data["sizes"][DRAFTING]}
-    return found | {"prompt": PROMPT * plain / prompt}
+        shop = Workshop(Path(folder), published(MOE, LAYERS), lambda text: None)
+        shop.write_checkpoint()
+        engines = shop.build("engines", (0, 1), "--max-seq-len", "512")
+        shop.drop_checkpoint()
+        step = {"step": decode(24, SHORT, filled=False)}
+        asks = {PLAIN: step | {"prompt": prompt(PROMPT)}, DRAFTING: step}
+        plain, drafting = (
+            ours(name, engine, asks[name], shop.vocabulary).run(threads)
+            for name, engine in zip(asks, engines, strict=True)
+        )
+        size = on_disk(engines[1])
+    token, two = (statistics.median(side["step"]["steps"][WARM:]) for side in (plain, drafting))
+    return {
+        "step": two / token,
+        "memory": drafting["step"]["VmHWM"] / size,
+        "prompt": PROMPT * token / statistics.median(plain["prompt"]["seconds"]),
+    }
 
 
 def figures(threads: int) -> dict[str, float]:

@@ -49,7 +49,8 @@ SECTIONS: dict[str, Section] = {
     # The first draft is accepted with probability 0.85, then the second one with 0.7.
     "dense": Published(DENSE, 2, (0.85, 0.85 * 0.7), reduced_gain=1.6),
     "small-moe": SmallMoE(),
-    "contexts": Contexts(),
+    "contexts": Contexts(MOE),
+    "contexts-dense": Contexts(DENSE),
     "prompts": Prompts(),
     "adaptive": Adaptive(),
     "pages": Pages(MOE),

@@ -8,6 +8,7 @@ first tokens of a request, from which the choice of nextn learns, are not counte
 """
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ class Adaptive:
     def tables(self, found: Found) -> list[Table]:
         shape = f"64 experts, {found.data['layers']} layers, {WEIGHTS}"
         title = (
-            f"{shape}: tokens/s over nextn 0's ({AIM}); over the best fixed nextn's ({AIM_BEST})"
+            f"{shape}: tokens/s over nextn 0's ({AIM}); over the best fixed nextn's ({AIM_BEST}): "
+            "as measured / if its steps took as long as fixed ones"
         )
         grid = Table("cached x requests", "nextn 0, tokens/s", title=title, title_justify="left")
         for odds in (None, *ODDS):
@@ -120,33 +122,58 @@ def speed(measured: Measured, side: str, case: Case) -> float | None:
     for answers in measured.rounds.get(side, ()):
         if (answer := answers.get(str(case))) is None:
             continue
-        emitted = np.cumsum(answer["emitted"])
-        first = int(np.searchsorted(emitted, SKIPPED * case.batch)) + 1
-        found.append((emitted[-1] - emitted[first - 1]) / sum(answer["steps"][first:]))
+        first, emitted = after_skipped(answer, case)
+        found.append(emitted / sum(answer["steps"][first:]))
     return statistics.median(found) if found else None
+
+
+def speed_of_choices(measured: Measured, case: Case) -> float | None:
+    """Return `speed` as if each step took as long as the fixed steps with as many drafts.
+
+    So what its choices lose is told apart from the machine's changes between two asks.
+    """
+    found = []
+    for answers in measured.rounds.get(AUTO, ()):
+        if (answer := answers.get(str(case))) is None:
+            continue
+        seconds = [fixed_step(answers, case, nextn) for nextn in COUNTS]
+        first, emitted = after_skipped(answer, case)
+        times = [seconds[nextn] for nextn in answer["nextns"][first:]]
+        known = [each for each in times if each is not None]
+        if len(known) == len(times):
+            found.append(emitted / sum(known))
+    return statistics.median(found) if found else None
+
+
+def after_skipped(answer: Mapping[str, Any], case: Case) -> tuple[int, int]:
+    """Return the first step after SKIPPED tokens of each request, and the tokens from it on."""
+    emitted = np.cumsum(answer["emitted"])
+    first = int(np.searchsorted(emitted, SKIPPED * case.batch)) + 1
+    return first, int(emitted[-1] - emitted[first - 1])
+
+
+def fixed_step(answers: Mapping[str, Any], case: Case, nextn: int) -> float | None:
+    """Return the mean seconds of a round's steps with a fixed number of drafts."""
+    answer = answers.get(case.fixed(nextn))
+    return None if answer is None else statistics.fmean(answer["steps"][WARM:])
 
 
 def best_fixed(measured: Measured, case: Case) -> tuple[float, int] | None:
     """Return the tokens per second of the best fixed nextn, and that nextn."""
     found = []
     for nextn in COUNTS:
-        rounds, ask = measured.rounds.get(AUTO, ()), case.fixed(nextn)
-        answers = [each[ask] for each in rounds if ask in each]
-        means = [statistics.fmean(answer["steps"][WARM:]) for answer in answers]
-        if means:
-            found.append((case.batch * case.tokens(nextn) / statistics.median(means), nextn))
+        means = [fixed_step(each, case, nextn) for each in measured.rounds.get(AUTO, ())]
+        if known := [mean for mean in means if mean is not None]:
+            found.append((case.batch * case.tokens(nextn) / statistics.median(known), nextn))
     return max(found, default=None)
 
 
 def ratios(measured: Measured, case: Case) -> str:
-    """Show the speed over nextn 0's, and over the best fixed nextn's with that nextn."""
+    """Show the speed over nextn 0's, and over the best fixed nextn's: measured, by its choices."""
     own, best = speed(measured, AUTO, case), best_fixed(measured, case)
     first = over(own, speed(measured, PLAIN, case.without()))
-    if best is None or first is None or own is None:
+    choices = speed_of_choices(measured, case)
+    if best is None or first is None or own is None or choices is None:
         return NONE
-    return f"{colored(first, AIM)}; {colored(own / best[0], AIM_BEST)} ({best[1]})"
-
-
-def colored(value: float, aim: Aim) -> str:
-    color = "green" if aim.reached(value) else "red"
-    return f"[{color}]{value:.2f}[/{color}]"
+    shares = (AIM_BEST.colored(each / best[0]) for each in (own, choices))
+    return f"{AIM.colored(first)}; {' / '.join(shares)} ({best[1]})"

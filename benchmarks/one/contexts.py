@@ -1,7 +1,8 @@
-"""Measures how a step's cost grows with cached tokens and requests, and llama.cpp's with sequences.
+"""Measures how a step's time grows with cached tokens and requests, and llama.cpp's with sequences.
 
-Caches are filled with random values, without a prompt. Each step is compared with a step of one
-request with 1,024 cached tokens, and its bound with that step's bound.
+Caches are filled with random values, without a prompt. llama.cpp runs twice: with its caches of
+f16, and with those of q8_0. What rows add is a step's time less the time of a step of as many
+requests with 1,024 cached tokens each.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,19 +15,20 @@ from rich.table import Table
 from mtpbuild.runtime.contract.manifest import read_manifest
 from one.cost import Counted, as_json, row_bytes
 from one.files import Workshop
-from one.report import NONE, over, rate
+from one.report import NONE, Aim, over
 from one.run import Run
 from one.section import Data, Found
-from one.shapes import MOE, published
-from one.sides import LLAMA, Measured, Side, decode, ours, take_turns
+from one.shapes import published
+from one.sides import LLAMA, LLAMA_Q8, Measured, Side, decode, ours, take_turns
 
 NEXTN, RATES = 1, (0.85,)  # as many drafts as the shape has modules
 PLAIN, DRAFTING, INT8 = OURS = "nextn 0", f"nextn {NEXTN}", "nextn 0, int8 caches"
 # Cached tokens of each request -> numbers of concurrent requests; an engine is built for the
 # largest.
 LOADS = {1024: (1, 2, 4, 8), 8192: (1, 2, 4, 8), 32768: (1, 2)}
-BASE = (1024, 1)
-GROWTH = 1.1  # a step's time may grow by this factor more than its bound
+BASE = min(LOADS)
+THEIRS = (LLAMA, LLAMA_Q8)
+AIM = Aim(0.25)  # of llama.cpp's time with f16 caches, for rows
 WARM = "warm"  # the first ask, which loads programs before memory is read
 MS, MB = 1e3, 1e-6
 STEPS = 12
@@ -55,9 +57,14 @@ def every() -> list[Load]:
     return [load for loads in by_batch().values() for load in loads]
 
 
+@dataclass(frozen=True)
 class Contexts:
+    """The section of a recipe's shape."""
+
+    recipe: str
+
     def measure(self, run: Run) -> Data:
-        shape = published(MOE, run.layers)
+        shape = published(self.recipe, run.layers)
         shop = Workshop(run.folder, shape, run.watch)
         counted = shop.write_checkpoint()
         sides, costs, rows = list[Side](), dict[str, Any](), dict[str, int]()
@@ -73,7 +80,9 @@ class Contexts:
         shop.drop_checkpoint()
         if run.peers is not None:
             gguf, tensors = shop.write_gguf(run.peers)
-            sides.append(Side(LLAMA, run.peers, gguf, asks(every(), None), shop.vocabulary))
+            asked = asks(every(), None)
+            for name, caches in zip(THEIRS, ("f16", "q8_0"), strict=True):
+                sides.append(Side(name, run.peers, gguf, asked, shop.vocabulary, caches=caches))
             costs |= self.their_costs(counted, tensors)
         return {
             "layers": shape.config.num_hidden_layers,
@@ -99,29 +108,32 @@ class Contexts:
 
     def tables(self, found: Found) -> list[Table]:
         layers = found.data["layers"]
-        title = f"{MOE}, {layers} layers, int4 beside Q4_0; caches filled without a prompt"
+        title = f"{self.recipe}, {layers} layers, int4 beside Q4_0; caches filled without a prompt"
         grid = Table("cached x requests", title=title, title_justify="left")
-        for name in (*OURS, LLAMA):
-            for column in (f"{name}\nms (bound)", "tokens/s", "growth\n(bound's)"):
-                grid.add_column(column, justify="right", no_wrap=True)
-        grid.add_column("best over\nllama.cpp", justify="right")
+        for name in OURS:
+            grid.add_column(f"{name}\nms (bound)", justify="right", no_wrap=True)
+        for name in THEIRS:
+            grid.add_column(f"{name}\nms", justify="right", no_wrap=True)
+        for name in (PLAIN, INT8):
+            grid.add_column(f"{name}\nover {LLAMA}", justify="right")
+        grid.add_column(f"{INT8}\nover {LLAMA_Q8}", justify="right")
+        for name in (PLAIN, INT8):
+            grid.add_column(f"what rows add, {name}\nover {LLAMA} ({AIM})", justify="right")
         for load in every():
             grid.add_row(str(load), *self.cells(found, load))
         return [grid, self.memory(found)]
 
     def cells(self, found: Found, load: Load) -> Iterator[str]:
-        speeds = []
-        for name in (*OURS, LLAMA):
-            seconds, least = step(found, name, load), bound(found, name, load)
-            grown = over(seconds, step(found, name, Load(*BASE)))
-            grown_bound = over(least, bound(found, name, Load(*BASE)))
-            accepted = 1 + sum(RATES) if name == DRAFTING else 1.0
-            speeds.append(rate(load.batch * accepted, seconds))
-            yield f"{number(seconds, MS)} ({number(least, MS)})"
-            yield number(speeds[-1])
-            yield growth(grown, grown_bound)
-        *own, other = speeds
-        yield number(over(max((speed for speed in own if speed), default=None), other))
+        seconds = {name: step(found, name, load) for name in (*OURS, *THEIRS)}
+        for name in OURS:
+            yield f"{number(seconds[name], MS)} ({number(bound(found, name, load), MS)})"
+        for name in THEIRS:
+            yield number(seconds[name], MS)
+        for own, other in ((PLAIN, LLAMA), (INT8, LLAMA), (INT8, LLAMA_Q8)):
+            yield number(over(seconds[own], seconds[other]))
+        for name in (PLAIN, INT8):
+            share = over(added(found, name, load), added(found, LLAMA, load))
+            yield NONE if share is None else AIM.colored(share)
 
     def memory(self, found: Found) -> Table:
         """Show the growth of anonymous memory since programs were loaded, and the caches in use."""
@@ -146,19 +158,16 @@ def asks(loads: list[Load], rates: tuple[float, ...] | None) -> dict[str, Any]:
     return {WARM: decode(2, 16, rates=rates)} | found
 
 
-def growth(grown: float | None, allowed: float | None) -> str:
-    """Show the growth of a step's time since the first load, and of its bound in brackets."""
-    text = f"{number(grown)} ({number(allowed)})"
-    if grown is None or allowed is None:
-        return text
-    color = "green" if grown <= GROWTH * allowed else "red"
-    return f"[{color}]{text}[/{color}]"
+def added(found: Found, name: str, load: Load) -> float | None:
+    """Return the seconds that a step's rows beyond the first BASE of each request add."""
+    least, most = step(found, name, Load(BASE, load.batch)), step(found, name, load)
+    return None if load.context == BASE or least is None or most is None else most - least
 
 
 def side_of(measured: Measured, name: str, load: Load) -> str:
     """Return the side that measured a load; an engine's side is named after its max_batch."""
     most = next(most for most, loads in by_batch().items() if load in loads)
-    return name if name == LLAMA else f"{name}, batch_{most}"
+    return name if name in THEIRS else f"{name}, batch_{most}"
 
 
 def step(found: Found, name: str, load: Load) -> float | None:

@@ -12,7 +12,7 @@ from one.section import Data, Found
 from one.shapes import MOE, published
 from one.sides import LLAMA, Side, ours, prompt, take_turns
 
-OURS = "nextn 0"
+OURS, INT8 = "nextn 0", "nextn 0, int8 caches"
 AIMS = {256: 2.5, 2048: 2.0, 8192: 1.6}  # length -> our tokens per second over llama.cpp's
 ROOM = 64  # cached tokens beyond the longest prompt
 
@@ -21,10 +21,13 @@ class Prompts:
     def measure(self, run: Run) -> Data:
         shop = Workshop(run.folder, published(MOE, run.layers), run.watch)
         counted, most = shop.write_checkpoint(), max(AIMS) + ROOM
-        (engine,) = shop.build("whole", (0,), "--max-seq-len", str(most))
+        length = ("--max-seq-len", str(most))
+        (engine,) = shop.build("whole", (0,), *length)
+        (narrow,) = shop.build("int8", (0,), *length, "--cache-dtype", "int8")
         shop.drop_checkpoint()
         asks = {str(length): prompt(length, 1) for length in AIMS}
-        sides = [ours(OURS, engine, asks, shop.vocabulary)]
+        built = {OURS: engine, INT8: narrow}
+        sides = [ours(name, folder, asks, shop.vocabulary) for name, folder in built.items()]
         costs = {f"{OURS}, {length}": counted.prompt(engine, length) for length in AIMS}
         if run.peers is not None:
             gguf, tensors = shop.write_gguf(run.peers)
@@ -44,7 +47,11 @@ class Prompts:
 
     def rows(self, found: Found) -> Iterator[Row]:
         for length, aim in AIMS.items():
-            seconds = [found.measured.prompt(side, str(length)) for side in (OURS, LLAMA)]
-            seconds += [found.bound(f"{side}, {length}", "int4") for side in (OURS, LLAMA)]
-            row = Row(f"prompt of {length:,}", "tokens/s", (*(rate(length, s) for s in seconds),))
-            yield row.judge(over(seconds[1], seconds[0]), Aim(aim, at_least=True))
+            other = found.measured.prompt(LLAMA, str(length))
+            their_bound = rate(length, found.bound(f"{LLAMA}, {length}", "int4"))
+            bound = rate(length, found.bound(f"{OURS}, {length}", "int4"))
+            for side in (OURS, INT8):
+                own = found.measured.prompt(side, str(length))
+                speeds = rate(length, own), rate(length, other), bound, their_bound
+                row = Row(f"prompt of {length:,}, {side}", "tokens/s", speeds)
+                yield row.judge(over(other, own), Aim(aim, at_least=True))

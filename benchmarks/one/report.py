@@ -22,6 +22,11 @@ class Aim:
     def reached(self, value: float) -> bool:
         return value >= self.value if self.at_least else value <= self.value
 
+    def colored(self, value: float) -> str:
+        """Return the value in green if it reaches the aim, else in red."""
+        color = "green" if self.reached(value) else "red"
+        return f"[{color}]{value:.2f}[/{color}]"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -48,8 +53,7 @@ class Row:
     def cells(self) -> list[str]:
         judged = NONE if self.judged is None else f"{self.judged:.2f}"
         if self.aim is not None and self.judged is not None:
-            color = "green" if self.aim.reached(self.judged) else "red"
-            judged = f"[{color}]{judged}[/{color}]"
+            judged = self.aim.colored(self.judged)
         ours, theirs, bound, their_bound = (*self.numbers, None, None, None)[:4]
         texts = (
             NONE if each is None else f"{each:.4g}" for each in (ours, bound, theirs, their_bound)

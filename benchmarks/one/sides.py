@@ -18,6 +18,7 @@ from one.run import Run
 
 PEER = Path(__file__).parents[1] / "peer"
 OURS, LLAMA, LLAMA_MTP = "mtpbuild", "llama.cpp", "llama.cpp, MTP"
+LLAMA_Q8 = "llama.cpp, q8_0 caches"
 WARM = 2  # steps at the start of a request that are not counted
 PATIENCE = 3600  # most seconds for an answer
 CHUNK = 1 << 24
@@ -30,7 +31,8 @@ class Side:
     """An engine of ours or a GGUF file, and the asks for it, by name.
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
-    the MTP module of its file. huge_pages: where our side keeps the weights.
+    the MTP module of its file. huge_pages: where our side keeps the weights. caches: llama.cpp's
+    type of keys and values, "f16" or "q8_0"; with the latter it uses its flash attention.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Side:
     rows: int = 2048
     drafts: int = 0
     huge_pages: bool = False
+    caches: str = "f16"
 
     @property
     def script(self) -> str:
@@ -53,7 +56,7 @@ class Side:
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts}
-        job |= {"huge_pages": self.huge_pages}
+        job |= {"huge_pages": self.huge_pages, "caches": self.caches}
         command = [str(self.python), self.script, json.dumps(job)]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}

@@ -40,11 +40,18 @@ class Context:
     """Caches of `sequences` sequences, each with `rows` rows, and a batch to decode.
 
     drafts: the most tokens that are decoded and then dropped; a recurrent state keeps a copy for
-    each.
+    each. caches: "f16" with llama.cpp's own choice of attention, or "q8_0" with flash attention,
+    which quantised values need.
     """
 
     def __init__(
-        self, model: Model, threads: int, rows: int, sequences: int = 1, drafts: int = 0
+        self,
+        model: Model,
+        threads: int,
+        rows: int,
+        sequences: int = 1,
+        drafts: int = 0,
+        caches: str = "f16",
     ) -> None:
         import numpy as np
 
@@ -55,6 +62,9 @@ class Context:
         params.n_seq_max = sequences
         params.n_rs_seq = drafts
         params.n_threads = params.n_threads_batch = threads
+        if caches == "q8_0":
+            params.type_k = params.type_v = self.lib.GGML_TYPE_Q8_0
+            params.flash_attn_type = self.lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         self.handle = self.lib.llama_init_from_model(model.handle, params)
         if not self.handle:
             raise RuntimeError(f"llama.cpp can't make a context of {sequences} x {rows} tokens")

@@ -16,8 +16,8 @@ SEED_ROWS = 16  # tokens of the prompt whose rows fill a cache
 class Llama:
     def __init__(self, job: Ask) -> None:
         self.threads, self.vocabulary = job["threads"], job["vocabulary"]
-        self.model = Model(job["path"])
-        self.context = Context(self.model, self.threads, job["rows"])
+        self.model, self.caches = Model(job["path"]), job["caches"]
+        self.context = Context(self.model, self.threads, job["rows"], caches=self.caches)
 
     def prompt(self, tokens: list[int]) -> None:
         self.context.prompt(tokens)
@@ -29,7 +29,7 @@ class Llama:
         rows = start + (1 if window > 1 else steps) + window
         # A step that verifies drops all its tokens, the first one too.
         drafts = window if window > 1 else 0
-        self.context = Context(self.model, self.threads, rows, batch, drafts)
+        self.context = Context(self.model, self.threads, rows, batch, drafts, self.caches)
         if ask["filled"]:
             self.context.prompt(tokens(SEED_ROWS, self.vocabulary))
             for sequence in reversed(range(batch)):

@@ -22,7 +22,7 @@ class Watched:
     """
 
     def __init__(self, programs: Any, caches: list[str]) -> None:
-        self._programs, self._caches = programs, caches
+        self._programs, self._caches, self._nextn = programs, caches, 0
         self.begin_watch(1, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -36,6 +36,11 @@ class Watched:
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
         self.emitted: list[int] = []
+        self.nextns: list[int] = []  # of an adaptive engine's steps
+
+    def draft(self, nextn: int) -> None:
+        self._nextn = nextn
+        self._programs.draft(nextn)
 
     def prefill(self, slot: int, start: int, tokens: Any) -> None:
         if self.filled is None:
@@ -46,6 +51,7 @@ class Watched:
         if int(active.sum()) == self.batch:
             self.ends.append(time.perf_counter())
             self.emitted.append(int(output.num_tokens.sum()))
+            self.nextns.append(self._nextn)
             if self.empty:
                 self._fill()
         return output
@@ -110,9 +116,11 @@ class Ours:
         self.loop._launcher = launcher
         ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
+        nextns = self.watched.nextns[1:]
         self.watched.begin_watch(1, None)
         distinct = len(set(ids)) / len(ids)
-        return {"steps": steps, "emitted": emitted, "tokens": len(ids), "distinct": distinct}
+        answer = {"steps": steps, "emitted": emitted, "nextns": nextns}
+        return answer | {"tokens": len(ids), "distinct": distinct}
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.engine.acceptance import LEVELS, PRIOR, AcceptanceModel
 from mtpbuild.runtime.engine.adaptive import TRIAL_SHARE, AdaptiveNextn
+from mtpbuild.runtime.engine.loaded import warm_up
 from mtpbuild.runtime.engine.step_times import (
     SHORT,
     StepSize,
@@ -263,6 +266,31 @@ def adaptive_manifest() -> Manifest:
     manifest = fake_manifest(nextn=MOST, max_seq_len=1000)
     build = manifest.build.model_copy(update={"adaptive": True})
     return manifest.model_copy(update={"build": build})
+
+
+class RecordedPrograms(FakePrograms):
+    """Fake programs that record what begins and what each step drafts."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        self.calls = list[str]()
+
+    def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
+        self.calls.append("begin")
+        super().begin(slot, length, newest, controls)
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        self.calls.append(f"step of {self.window - 1}")
+        return super().step(active, rows)
+
+
+def test_a_load_runs_what_a_first_request_would_wait_for() -> None:
+    """The step with one draft goes on from the one without, so that the drafter is filled in."""
+    programs = RecordedPrograms(manifest := adaptive_manifest())
+    warm_up(programs, manifest, [SamplingParams()])
+    steps = [["begin", f"step of {nextn}"] for nextn in range(MOST + 1)]
+    steps[1].remove("begin")
+    assert programs.calls == [call for calls in steps for call in calls]
 
 
 def test_slots_that_sample_are_counted_for_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
