@@ -114,18 +114,18 @@ class AdaptiveNextn(StepLauncher):
         if best == self._most:
             self._trial_left = 0
             return None
+        if self._trial_left and tried is not None:
+            self._trial_left -= 1
+            return tried
         tokens, above = self._model.tokens, slice(best + 1, None)
         expected = beliefs @ tokens
         rate = float(expected[best] / times[best])
         loss = np.maximum(times[above] - expected[above] / rate, 0)
         loss = times[above] - times[best] + TRIAL_STEPS * loss
-        if self._trial_left and tried is not None:
-            self._trial_left -= 1
-            return tried
         affordable = loss <= self._credit
         if tried is not None and self._credit > 0:
             affordable[tried - best - 1] = True
-        if not affordable.any():  # so in most steps: what a trial may gain need not be known
+        if not affordable.any():  # as in most steps: what trials may gain need not be computed
             return None
         # If the levels were known, then the requests of which levels would gain how much?
         gained = tokens[:, above] / times[above] - (tokens[:, best] / times[best])[:, None]
