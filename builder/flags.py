@@ -87,7 +87,7 @@ class VerifyFlags:
     )
     prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones.")
     output_len: int = flag(64, "Tokens of each text.")
-    seeds: int = flag(250, "Sampled texts per prompt, for their law.")
+    seeds: int = flag(250, "Sampled texts per prompt, for their distribution.")
     threads: int | None = flag(None, THREADS, parser=parse_threads)
     exact: bool = flag(False, "Refuse an engine whose results depend on more than its input.")
 

@@ -25,6 +25,12 @@ import contextlib
 from collections.abc import Iterator
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the type's name if the message is empty."""
+    line = str(error).partition("\n")[0] or type(error).__name__
+    return line.encode("utf-8", "backslashreplace").decode()
+
+
 def install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
     return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"

@@ -274,8 +274,8 @@ def test_names_stand_for_one_thing() -> None:
     assert {name for name, modules in functions.items() if modules > 2} <= {*SAME_FUNCTIONS.split()}
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of files that reach each other: each is the mess that its circles make together."""
+def import_cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Return the groups of files that import each other, directly or through others."""
     reach = {name: set(graph[name]) for name in graph}
     for via in graph:
         for name in graph:
@@ -287,7 +287,7 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 def test_circles_are_found() -> None:
     graph = {"a": {"b", "d"}, "b": {"c"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
-    assert circles(graph) == {frozenset("abc"), frozenset("de")}
+    assert import_cycles(graph) == {frozenset("abc"), frozenset("de")}
 
 
 @cache
@@ -309,7 +309,7 @@ def import_graph() -> dict[str, set[str]]:
 def test_imports_have_no_circle() -> None:
     """An import inside a function, or for types alone, makes two files one just as well."""
     graph = import_graph()
-    assert not [sorted(group) for group in circles(graph)]
+    assert not [sorted(group) for group in import_cycles(graph)]
     step, draft = (f"mtpbuild.builder.program.{name}" for name in ("step", "draft"))
     assert draft in graph[step], "edges are seen"
     assert f"{step[:-4]}trace" in graph["mtpbuild.builder.targets.target"], "those of types, too"

@@ -109,30 +109,30 @@ class Contexts:
     def tables(self, found: Found) -> list[Table]:
         layers = found.data["layers"]
         title = f"{self.recipe}, {layers} layers, int4 beside Q4_0; caches filled without a prompt"
-        grid = Table("cached x requests", title=title, title_justify="left")
-        for name in OURS:
-            grid.add_column(f"{name}\nms (bound)", justify="right", no_wrap=True)
-        for name in THEIRS:
-            grid.add_column(f"{name}\nms", justify="right", no_wrap=True)
-        for name in (PLAIN, INT8):
-            grid.add_column(f"{name}\nover {LLAMA}", justify="right")
-        grid.add_column(f"{INT8}\nover {LLAMA_Q8}", justify="right")
-        for name in (PLAIN, INT8):
-            grid.add_column(f"what rows add, {name}\nover {LLAMA} ({AIM})", justify="right")
+        times = Table("ms of a step (bound)", title=title, title_justify="left")
+        for name in (*OURS, *THEIRS):
+            times.add_column(name, justify="right")
+        title = f"over llama.cpp with caches of f16, or of q8_0; aim for what rows add: {AIM}"
+        ratios = Table("time over llama.cpp's", title=title, title_justify="left")
+        for name in ("fp32 caches", "int8 caches", "int8 over q8_0", "fp32 rows", "int8 rows"):
+            ratios.add_column(name, justify="right")
         for load in every():
-            grid.add_row(str(load), *self.cells(found, load))
-        return [grid, self.memory(found)]
+            times.add_row(str(load), *self.times(found, load))
+            ratios.add_row(str(load), *self.ratios(found, load))
+        return [times, ratios, self.memory(found)]
 
-    def cells(self, found: Found, load: Load) -> Iterator[str]:
-        seconds = {name: step(found, name, load) for name in (*OURS, *THEIRS)}
+    def times(self, found: Found, load: Load) -> Iterator[str]:
         for name in OURS:
-            yield f"{number(seconds[name], MS)} ({number(bound(found, name, load), MS)})"
+            seconds, least = step(found, name, load), bound(found, name, load)
+            yield f"{number(seconds, MS)} ({number(least, MS)})"
         for name in THEIRS:
-            yield number(seconds[name], MS)
+            yield number(step(found, name, load), MS)
+
+    def ratios(self, found: Found, load: Load) -> Iterator[str]:
         for own, other in ((PLAIN, LLAMA), (INT8, LLAMA), (INT8, LLAMA_Q8)):
-            yield number(over(seconds[own], seconds[other]))
-        for name in (PLAIN, INT8):
-            share = over(added(found, name, load), added(found, LLAMA, load))
+            yield number(over(step(found, own, load), step(found, other, load)))
+        for own in (PLAIN, INT8):
+            share = over(added(found, own, load), added(found, LLAMA, load))
             yield NONE if share is None else AIM.colored(share)
 
     def memory(self, found: Found) -> Table:

@@ -62,8 +62,8 @@ class Job:
     def open_model(self, device: str = "cpu") -> "OpenedModel":
         """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
 
-        device: "meta" if the caller never reads values. Raises CheckpointError, and UsageError if
-        the target's engines can't hold the model.
+        device: "meta" if the caller never reads values. Raises CheckpointError, and UsageError or
+        BuildError if the target's engines can't hold the model.
         """
         from mtpbuild.builder.program.opened_model import open_model
 

@@ -38,7 +38,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: package.version for name, package in found.items() if package},
-        "command": shlex.join(["mtpbuild", *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

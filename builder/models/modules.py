@@ -14,9 +14,6 @@ SIGNS = ("enorm", "hnorm", "shared_head")
 OWN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")  # in files that hold a head alone
 OWN_PREFIX = "mtp."
 NOT_OWN = ("model.", "lm_head.")
-# A module without its number, as MLX has it in a file of its own.
-ALONE = re.compile(r"(?:mtp\.|model\.mtp_block\.|model\.)?(.+)")
-SPELLED = {"shared_head_norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}
 # Prefixes of a module that has no number, as MLX keeps it in a file of its own.
 PREFIXES = ("mtp.", "model.mtp_block.", "model.", "")
 SPELLED = {"shared_head_norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}

@@ -27,7 +27,7 @@ from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, first_line, install
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt"
@@ -156,7 +156,7 @@ def compile_program(
         try:
             interpreter = convert(traced, values)
         except ContractError as error:
-            reason = str(error).splitlines()[0]  # later lines give the location in the graph
+            reason = first_line(error)  # later lines give the location in the graph
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan

@@ -13,17 +13,11 @@ from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt-rtx"
-SORTED = 3840  # most values that TopK sorts; decode_mixed's top-k and top-p sort the vocabulary
 
 
 def check(plan: Plan) -> None:
-    """Raise BuildError for a vocabulary that TensorRT-RTX can't sort."""
+    """Raise MissingDependencyError if TensorRT-RTX is not installed."""
     tensorrt_api(NAME)
-    if plan.config.vocab_size > SORTED:
-        raise BuildError(
-            f"target {NAME}: the model has {plan.config.vocab_size} tokens, and TensorRT-RTX "
-            f"sorts at most {SORTED} values, which sampling needs"
-        )
 
 
 def info(plan: Plan) -> TargetInfo:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.runtime.contract.targets import NoOptions
-from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.checkpoint.config import ModelConfig
@@ -70,7 +70,7 @@ class Target:
         return sum(p.numel() * p.element_size() for p in model.model.parameters())
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise BuildError if the target can't compile the plan, or not on this machine."""
+        """Raise BuildError or MissingDependencyError if this machine can't compile the plan."""
         if check := getattr(import_module(self.lowering), "check", None):
             check(plan)
 
@@ -79,7 +79,7 @@ class Target:
         return f"nobody has probed the operators of target {self.name}"
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
-        """Raise UsageError for a checked model that an engine of this target can't hold."""
+        """Raise UsageError or BuildError for a checked model that no engine here can hold."""
 
     def importing(self) -> AbstractContextManager[None]:
         """Turn an import error in the block into one line that names the missing package."""
@@ -89,7 +89,7 @@ class Target:
         """Yield a line for each thing that a build on this machine lacks, for a dry run to list."""
         try:
             self.check_machine(plan)
-        except MissingDependencyError as error:
+        except (BuildError, MissingDependencyError) as error:
             yield str(error)
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":

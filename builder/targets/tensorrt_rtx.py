@@ -8,11 +8,12 @@ from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.checkpoint.config import ModelConfig
+    from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # products.
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
+SORTED = 3840  # most values that TopK sorts; decode_mixed's top-k and top-p sort the vocabulary
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class TensorRtRtx(Target):
                     f"GPUs such as Hopper; supported: {known}"
                 )
         return tuple(name for name in GPUS if name in map(dotted, capabilities))
+
+    def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
+        """Raise BuildError for a vocabulary that TensorRT-RTX can't sort."""
+        if plan.config.vocab_size > SORTED:
+            raise BuildError(
+                f"target {self.name}: the model has {plan.config.vocab_size} tokens, and "
+                f"TensorRT-RTX sorts at most {SORTED} values, which sampling needs"
+            )
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)

@@ -232,7 +232,9 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
         line = f"text {number} begins with {list(prefix)} {times} times, expected {expected:.1f}"
         worst = max(worst, (found.statistic, line))
     if freedom == 0:
-        raise NotChecked("the model is certain of its next tokens: there is no law to compare")
+        raise NotChecked(
+            "the model is certain of its next tokens: there is no distribution to compare"
+        )
     p_value = chi_square_p_value(statistic, freedom)
     figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
     detail = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
@@ -253,7 +255,8 @@ def check_rule(case: VerifyCase, rule: str) -> Finding:
 def rule_checks(manifest: Manifest) -> dict[str, Callable[[VerifyCase], Finding]]:
     """Return a check for each of an engine's rules of other packages, by name."""
     return {
-        f"{rule} has the model's law": partial(check_rule, rule=rule) for rule in rules_of(manifest)
+        f"{rule} has the model's distribution": partial(check_rule, rule=rule)
+        for rule in rules_of(manifest)
     }
 
 
@@ -284,7 +287,7 @@ CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {
     "a batch changes nothing": check_batch,
     "the machine changes nothing": check_machine,
     "relaxed top-1 is strict": check_relaxed_top_1,
-    "rejection has the model's law": check_distribution,
+    "rejection has the model's distribution": check_distribution,
     "drafts are accepted": check_acceptance,
     "what rounding costs": check_quality,
 }

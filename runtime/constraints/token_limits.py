@@ -24,7 +24,8 @@ class TokenLimits:
     ) -> None:
         """Raise RequestError for tokens outside the vocabulary or if no first token is allowed."""
         size = manifest.model.vocab_size
-        self._window, self._output = manifest.window, list[int]()
+        self._window, self._taken = manifest.window, 0
+        self._output = list[int]()  # the answer's last tokens, as many as a bad word may have
         self._free = np.ones(size, bool)  # [V] tokens that may be emitted after any answer
         if (allowed := params.allowed_token_ids) is not None:
             self._free[:] = False
@@ -40,7 +41,7 @@ class TokenLimits:
         ends = params.end_ids(manifest.model.eos_token_ids)
         self._before_min_tokens, self._min_tokens = self._free.copy(), params.min_tokens
         self._before_min_tokens[[id for id in ends if id < size]] = False
-        if not self._allowed_after([]).any():
+        if not self._allowed_after([], 0).any():
             name = "allowed_token_ids" if allowed is not None else "bad_words"
             raise RequestError(f"{name}: no token is left that an answer could begin with")
         self.kept = 0
@@ -54,7 +55,7 @@ class TokenLimits:
         taken, words = list(drafts), -(-len(self._free) // WORD)
         allowed = np.full((self._window, words), -1, np.int32)
         for row in range(len(taken) + 1):
-            free = self._allowed_after([*self._output, *taken[:row]])
+            free = self._allowed_after([*self._output, *taken[:row]], self._taken + row)
             if not free.any():
                 if row == 0:
                     raise RequestError("bad_words: no token is left that may follow the answer")
@@ -67,11 +68,15 @@ class TokenLimits:
         return Constraint(taken, self.kept, allowed)
 
     def take(self, token: int) -> None:
+        self._taken += 1
         self._output.append(token)
-        del self._output[: -max(map(len, self._bad), default=1)]  # earlier tokens no longer matter
+        del self._output[: -max(map(len, self._bad), default=1)]
 
-    def _allowed_after(self, output: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-        free = self._before_min_tokens if len(output) < self._min_tokens else self._free
+    def _allowed_after(
+        self, output: list[int], count: int
+    ) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        """Return the tokens [V] that may follow `count` tokens, the last of which are `output`."""
+        free = self._before_min_tokens if count < self._min_tokens else self._free
         ends = [ids[-1] for ids in self._bad if output[1 - len(ids) :] == ids[:-1]]
         if not ends:
             return free

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Shared
 from mtpbuild.runtime.engine.loop import Loop, step_failure
-from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.requests.request import Request, first_line
+from mtpbuild.runtime.errors import EngineError, first_line
+from mtpbuild.runtime.requests.request import Request
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop  # slow to import, and few programs use it

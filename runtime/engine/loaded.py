@@ -26,6 +26,8 @@ from mtpbuild.runtime.errors import (
     EngineFileError,
     MtpbuildError,
     RequestError,
+    UsageError,
+    first_line,
 )
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
@@ -128,11 +130,11 @@ class LoadedEngine:
                 lists them.
         """
         if threads is not None and threads < 1:
-            raise RequestError(f"threads must be a number from 1, not {threads}")
+            raise UsageError(f"threads must be a number from 1, not {threads}")
         if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
-            raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
+            raise UsageError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
         if chunked_prefill_size is not None and chunked_prefill_size < 1:
-            raise RequestError(f"chunked_prefill_size must be from 1, not {chunked_prefill_size}")
+            raise UsageError(f"chunked_prefill_size must be from 1, not {chunked_prefill_size}")
         folder = Path(path)
         manifest = read_manifest(folder)
         limited = _with_context(manifest, max_seq_len)
@@ -168,7 +170,7 @@ class LoadedEngine:
         except MtpbuildError:
             raise
         except Exception as error:  # e.g. a valid manifest that does not fit its programs
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
     def answer_params(
@@ -322,9 +324,10 @@ class LoadedEngine:
 
         A rank has ended, the thread that steps for asyncio has ended, or the process was forked.
         """
+        if (reason := self._driver.failure) or self._driver.closed:
+            return reason
         programs = self._loop.programs
-        shared = Feature.SHARE in programs.features
-        return self._driver.failure or (cast(Shared, programs).failure if shared else None)
+        return cast(Shared, programs).failure if Feature.SHARE in programs.features else None
 
     def reset_prefix_cache(self) -> None:
         """Forget the rows of earlier prompts; the next prompts are filled in completely."""
@@ -371,7 +374,7 @@ def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
     if max_seq_len is None:
         return manifest
     if not least <= max_seq_len <= most:
-        raise RequestError(
+        raise UsageError(
             f"max_seq_len must be from {least} to {most}, for which this engine was built, not "
             f"{format_value(max_seq_len)}"
         )

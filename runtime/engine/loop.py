@@ -26,9 +26,9 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.engine.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.engine.step_times import StepTimes
-from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError
+from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError, first_line
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.requests.request import Request, TokenLogprobs, first_line
+from mtpbuild.runtime.requests.request import Request, TokenLogprobs
 from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, AcceptanceWatch
 

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.contract.controls import StepControls
-from mtpbuild.runtime.errors import EngineError, RankError
+from mtpbuild.runtime.errors import EngineError, RankError, first_line
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
@@ -125,7 +125,7 @@ class Channel:
         try:
             yield
         except RuntimeError as error:
-            self.failure = self._what_failed(str(error))
+            self.failure = self._what_failed(error)
             raise RankError(self.failure) from error
         except BaseException as error:
             self.failure = self.failure or f"a step was interrupted ({type(error).__name__})"
@@ -162,8 +162,8 @@ class Channel:
             for group in [] if self._joined else self._groups:
                 dist.destroy_process_group(group)
 
-    def _what_failed(self, reason: str) -> str:
-        what = reason.splitlines()[0]
+    def _what_failed(self, error: BaseException) -> str:
+        what, reason = first_line(error), str(error)
         if re.search("timed out|timeout", reason, re.IGNORECASE):
             what = f"another rank has not answered for {self.patience:g} s"
         elif "gloo" in reason:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpbuild.runtime.contract.sums import BLOCKS, BYTES, CALLS, PROGRAMS, RANKS
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import EngineError, first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
@@ -36,9 +36,8 @@ def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
     try:
         memory, addresses = run_within(channel.patience, partial(peers.share, BYTES))
     except (AttributeError, ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
         raise EngineError(
-            f"one-shot sums need GPUs that see each other's memory ({reason}): {ADVICE}"
+            f"one-shot sums need GPUs that see each other's memory ({first_line(error)}): {ADVICE}"
         ) from None
     gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
     gpu.run(memory.zero_)

@@ -13,7 +13,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import EngineError, first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
@@ -169,8 +169,7 @@ def load(
     try:
         return make(manifest, gpu, opener)
     except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
         raise EngineError(
-            f"{folder}: the GPU's memory is too small ({reason}); build with a smaller max_batch "
-            "or max_seq_len"
+            f"{folder}: the GPU's memory is too small ({first_line(error)}); build with a smaller "
+            "max_batch or max_seq_len"
         ) from None

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN
-from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.errors import EngineFileError, first_line
 from mtpbuild.runtime.files import check_regular
 from mtpbuild.runtime.safetensors_header import read_header, view_tensors
 
@@ -33,8 +33,7 @@ def mapped(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]:
         data = _copied(path) if huge_pages else np.memmap(path, mode="r")
         return view_tensors(header, data[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0]
-        raise EngineFileError(f"{path}: not readable ({why}); {COPY_AGAIN}") from None
+        raise EngineFileError(f"{path}: not readable ({first_line(error)}); {COPY_AGAIN}") from None
 
 
 def _copied(path: Path) -> NDArray[np.uint8]:

@@ -19,7 +19,13 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.contract.programs import HIDDEN, MIXED, SCORE, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import (
+    EngineError,
+    MissingDependencyError,
+    UsageError,
+    first_line,
+    install,
+)
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
 from mtpbuild.runtime.programs.slots import Arrays, make_step_output, name_outputs, result_specs
@@ -47,10 +53,10 @@ class DeviceCaches(PackedCaches):
                 self._values[name] = ort.OrtValue.ortvalue_from_numpy(flat, device, 0)
         except Exception as error:  # onnxruntime raises its own C++ exception types
             size = sum(flat.nbytes for flat in self._flat.values()) / 1e6
-            reason = str(error).splitlines()[0]
             raise EngineError(
-                f"onnxruntime can't hold the caches, {size:,.0f} MB, on {device} ({reason}): "
-                f"provider {device} needs a GPU with its driver, and that much of its memory free"
+                f"onnxruntime can't hold the caches, {size:,.0f} MB, on {device} "
+                f"({first_line(error)}): provider {device} needs a GPU with its driver, and that "
+                "much of its memory free"
             ) from None
 
     def pointers(self) -> dict[str, int]:
@@ -201,9 +207,8 @@ class OnnxPrograms(HostSlots):
         try:
             session = ort.InferenceSession(path, options, providers=list(names))
         except Exception as error:  # onnxruntime raises its own C++ exception types
-            reason = str(error).splitlines()[0]
             raise EngineError(
-                f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
+                f"{path}: onnxruntime can't load it ({first_line(error)}); rebuild the engine"
             ) from None
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
             raise EngineError(

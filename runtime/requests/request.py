@@ -19,6 +19,7 @@ from mtpbuild.runtime.errors import (
     RequestError,
     RequestFailedError,
     StepError,
+    first_line,
 )
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.requests.step_controls import acceptance_rates, make_step_controls
@@ -100,12 +101,6 @@ def wrap_error(error: BaseException) -> RequestFailedError:
     failure = RequestFailedError(f"the request failed: {first_line(error)}")
     failure.__cause__ = error
     return failure
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the type's name if the message is empty."""
-    line = str(error).partition("\n")[0] or type(error).__name__
-    return line.encode("utf-8", "backslashreplace").decode()
 
 
 class Request:

@@ -31,7 +31,10 @@ class Filling:
 
 
 class Scheduler:
-    """B slots and a queue; threads other than the loop's call only `add` and `cancel`.
+    """B slots and a queue.
+
+    Threads other than the loop's call only `add` and `cancel`, and `end_cancelled` while no thread
+    steps.
 
     Prompts are filled in one at a time in the order of their arrival, and alternate with steps: a
     chunk, a step, a chunk. So a prompt of any length delays running requests by one chunk per step.

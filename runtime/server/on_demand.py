@@ -96,7 +96,7 @@ class OnDemandService(Service):
 
     @property
     def metered(self) -> MeteredModel | None:
-        return super().metered if self.is_loaded else self._counted
+        return super().metered or self._counted
 
     @property
     def ready(self) -> bool:

@@ -104,7 +104,9 @@ class Service:
     @property
     def metered(self) -> MeteredModel | None:
         """The model's counts; None if its engine has not been loaded yet."""
-        engine = copy(self.engine)  # a swap may come
+        if self._engine is None:
+            return None
+        engine = copy(self._engine)  # a swap may come
         return MeteredModel(self.model, engine.manifest.build, engine.stats, engine.totals)
 
     @property

@@ -97,7 +97,7 @@ def quick_inductor() -> Iterator[None]:
 
 @pytest.fixture
 def traced_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter would run a kernel on the tensors without memory of a trace."""
+    """Skip kernels on a trace's tensors, which have no memory: Triton's interpreter runs them."""
     run = Launch.run
 
     def unless_fake(launch: Launch) -> tuple[Tensor, ...]:

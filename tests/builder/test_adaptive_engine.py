@@ -45,7 +45,7 @@ class Restless(AdaptiveNextn):
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow one draft, which is five programs to compile; tests/builder/test_step.py has more."""
+    """Allow one draft, which is six programs to compile; tests/builder/test_step.py has more."""
     for module in ("plan.plan", "compiler.plans"):
         monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
 

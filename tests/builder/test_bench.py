@@ -160,7 +160,7 @@ def test_contexts_lie_within_the_text() -> None:
 
 
 def test_nextn_0_is_never_relaxed() -> None:
-    """It has nothing to relax, and the program that could would flatter the others."""
+    """Without drafts a relaxed rule only chooses the slower mixed program: others look faster."""
     contenders = [contender(k) for k in (0, 1)]
     asked = prompt()
     asked = replace(asked, params=replace(asked.params, relaxed_topk=10, relaxed_delta=0.6))

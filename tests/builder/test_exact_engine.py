@@ -112,6 +112,8 @@ def test_int8_rows_on_disk(tmp_path: Path) -> None:
 
 def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits by plain C++, AVX2 and AVX-512, as far as this machine has them."""
+    if isas() == ["plain"]:
+        pytest.skip("this machine has no other instruction set")
     found = []
     for isa in isas():
         monkeypatch.setenv("MTPBUILD_CPU_ISA", isa)

@@ -283,8 +283,7 @@ def test_experts_of_an_open_number_of_slots(all_graphs: Graphs) -> None:
     """The kernels are called once in a pass, for as many tokens as there are."""
     nodes = all_graphs["many"]
     assert kernels(nodes).count(["sums"]) == kernels(nodes).count(["inner", "parts"]) == PASSES
-    sums = [shape for *_, shape, _ in nodes if len(shape) == 3 and shape[1].startswith("3*s")]
-    assert sums or [shape for *_, shape, _ in nodes if "3*" in "".join(shape)]
+    assert [shape for *_, shape, _ in nodes if "3*" in "".join(shape)], "three tokens of each slot"
 
 
 @pytest.mark.full

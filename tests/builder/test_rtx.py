@@ -17,8 +17,8 @@ from mtpbuild.builder.plan.plan import Plan, state_specs
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets import onnx_graph
-from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
-from mtpbuild.builder.targets.tensorrt_rtx import TARGET
+from mtpbuild.builder.targets.lower_tensorrt_rtx import compile_graph
+from mtpbuild.builder.targets.tensorrt_rtx import SORTED, TARGET
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError

@@ -170,7 +170,7 @@ def law_of(kind: type[Toy], rule: str = "thrifty") -> Any:
     engine.manifest = with_rule(rule, engine.manifest)
     prompts = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
     case = VerifyCase(engine, lambda **own: engine, prompts, 40, toy_engine(Toy, 0), 250)
-    return run_check(f"{rule} has the model's law", case)
+    return run_check(f"{rule} has the model's distribution", case)
 
 
 def test_verify_checks_the_law_that_a_rule_claims(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,8 +265,8 @@ def test_what_is_near_is_measured() -> None:
     assert margin > TIE_FACTOR * LEAST_NOISE
 
 
-def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
-    """A wrong cache is something else: it shows in every token behind it."""
+def test_one_log_probability_in_a_hundred_may_jump() -> None:
+    """A near-tie of two experts changes one token; a wrong cache changes all that follow."""
     count = 300
     theirs = played([1] * count, [9.0] * count, -1.0)
     for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):

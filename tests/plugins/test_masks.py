@@ -1,4 +1,4 @@
-"""What a grammar forbids: the bits of its masks, and the law of what is emitted under them.
+"""What a grammar forbids: the bits of its masks, and the distribution of tokens under them.
 
 The second half is oracle O4 with a grammar: a toy language of three tokens, in which P is the
 target's table, Q the drafter's and AFTER says which tokens may follow which. What is emitted must

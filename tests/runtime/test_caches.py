@@ -33,7 +33,7 @@ def fill(caches: PackedCaches, slot: int, rows: int, value: float) -> None:
 
 
 def test_rows_are_written_to_before_a_step_does() -> None:
-    """What is written is what was there: seen by the zeros, whose sign adding zero takes away."""
+    """`pack` writes x + 0 to each row: values stay, and -0.0 becomes 0.0, which shows it."""
     caches = PackedCaches([spec(1, CAPACITY)])
     (flat,) = caches._flat.values()
     flat[:] = -0.0

@@ -139,7 +139,7 @@ def test_ranks_share_the_requests() -> None:
         assert result.token_ids == continuation(prompt, count)
 
 
-def test_a_lone_request_pays_for_itself() -> None:
+def test_a_step_of_one_request_computes_one_slot() -> None:
     engine, programs = fake_engine(max_batch=8)
     engine.generate([5], SamplingParams(max_tokens=9))
     assert set(programs.slots) == {1}

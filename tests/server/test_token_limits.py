@@ -156,6 +156,20 @@ def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
             assert np.flatnonzero(np.unpackbits(masks[0], bitorder="little")).tolist() == [EOS]
 
 
+@pytest.mark.parametrize("words", [[], ["QQ"]])
+def test_an_answer_may_end_after_min_tokens(words: list[str], tokenizer: Tokenizer) -> None:
+    """All tokens count, not those alone that a bad word may begin with."""
+    one, two = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("Q", "Z"))
+    allowed = [EOS, one, two]
+    params = SamplingParams(9, min_tokens=4, allowed_token_ids=allowed, bad_words=words)
+    limits = TokenLimits(params, manifest(), tokenizer)
+    for taken in range(6):
+        masks = limits.next_constraint([two] * 3).allowed.view(np.uint8)
+        may_end = np.unpackbits(masks, axis=1, bitorder="little")[:, EOS]
+        assert may_end.tolist() == [taken + row >= 4 for row in range(4)]
+        limits.take(two)
+
+
 def test_texts_beyond_the_vocabulary(tokenizer: Tokenizer) -> None:
     """A tokenizer may have tokens that the model does not have."""
     small = fake_manifest(vocab_size=1000, eos=(EOS,))

@@ -55,7 +55,7 @@ def running(folder: Path, **options: Any) -> Iterator[Engine]:
 
 
 def followers() -> list[int]:
-    """Lists the ranks that this process has start_ranks and not yet waited for."""
+    """List the process ids of the ranks that this process has started and not yet waited for."""
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]

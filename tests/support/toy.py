@@ -148,7 +148,7 @@ class Biased(Toy):
 
 
 class OtherSeeds(Toy):
-    """Samples strictly with a stream of its own: the law is right, but the text differs."""
+    """A strict rule with random numbers of its own: the right distribution, and another text."""
 
     def number(self, b: int, purpose: int) -> float:
         return super().number(b, ACCEPT if purpose == DRAFT else purpose)

@@ -142,13 +142,13 @@ void multiply_rows(const uint8_t* panel, const float* scales, int64_t blocks,
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++, lines += 128) {
         Bytes line = load_bytes(lines);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
           const int8_t* four = in[m][b].values + 4 * g;
           sums[m] = KEYS ? dot4_small(sums[m], line, four) : dot4_signed(sums[m], line, four);
         }
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int m = 0; m < ROWS; m++) {
         Floats scale = same(in[m][b].scale);
         if (KEYS) scale = mul(load(scales + mtp::PANEL * b + 16 * v), scale);

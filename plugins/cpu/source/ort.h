@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <string>
 #include <thread>
 #include <vector>
@@ -163,7 +164,8 @@ inline void* output(Context* context, const std::vector<int64_t>& shape, size_t 
 inline std::atomic<int64_t> most_threads{1};
 
 // Runs tasks 0 .. count - 1 on the session's threads. Threads take tasks from a counter, so that
-// a slow core does fewer. An exception of a task is thrown here after all tasks have ended.
+// a slow core does fewer. The first exception of a task is thrown here, after all threads have
+// ended.
 template <class F>
 void parallel(Context* context, int64_t count, const F& task) {
   struct Work {
@@ -171,6 +173,7 @@ void parallel(Context* context, int64_t count, const F& task) {
     int64_t count;
     std::atomic<int64_t> next{0}, threads{0};
     std::atomic<bool> failed{false};
+    std::exception_ptr error;
   } work{task, count};
   auto run = [](void* given, size_t) {
     Work& work = *static_cast<Work*>(given);
@@ -179,7 +182,7 @@ void parallel(Context* context, int64_t count, const F& task) {
     try {
       for (int64_t i; (i = work.next.fetch_add(1)) < work.count;) work.task(i);
     } catch (...) {
-      work.failed = true;
+      if (!work.failed.exchange(true)) work.error = std::current_exception();
     }
     work.threads--;
   };
@@ -192,7 +195,7 @@ void parallel(Context* context, int64_t count, const F& task) {
     check(call<Status*>(PARALLEL_FOR, static_cast<const Context*>(context), function, workers,
                         workers, static_cast<void*>(&work)));
   }
-  if (work.failed) throw OperandError("out of memory");
+  if (work.error) std::rethrow_exception(work.error);
 }
 
 }  // namespace ort

@@ -27,6 +27,8 @@ ort::Status* guarded(const F& body) noexcept {
   try {
     body();
     return nullptr;
+  } catch (const std::bad_alloc&) {
+    return ort::failed("out of memory");
   } catch (const std::exception& error) {
     return ort::failed(error.what());
   }
