@@ -126,8 +126,8 @@ def r1_rows(
 
 
 def main() -> None:
-    kept = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kept)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     sections = "attention, acceptance, experts, products, scaled, writes, mixed, slice, engine"

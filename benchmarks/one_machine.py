@@ -133,8 +133,8 @@ def failures(figures: dict[str, Any]) -> list[str]:
 
 
 def arguments_of() -> argparse.Namespace:
-    kept = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kept)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
     parser.add_argument("--layers", type=int, help="most layers of a model's trunk; default: all")
     parser.add_argument("--rounds", type=int, default=3)

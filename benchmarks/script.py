@@ -30,8 +30,8 @@ def parse_flags(description: str | None, *positional: str, **defaults: Any) -> a
 
     A path's name in the plural takes several. False makes a switch, and None stands for a number.
     """
-    kept = argparse.RawDescriptionHelpFormatter  # as the docstring has it, line by line
-    parser = argparse.ArgumentParser(description=description, formatter_class=kept)
+    style = argparse.RawDescriptionHelpFormatter  # as the docstring has it, line by line
+    parser = argparse.ArgumentParser(description=description, formatter_class=style)
     for name in positional:
         parser.add_argument(name, type=Path, nargs="+" if name.endswith("s") else None)
     for name, default in defaults.items():

@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_best, accept_rewind, best_of_blocks
 from mtpbuild.plugins.causal_conv.op import causal_conv, last_inputs
-from mtpbuild.plugins.definition import EMPTY, NODES
+from mtpbuild.plugins.definition import EMPTY_RESULTS, NODES
 from mtpbuild.plugins.delta_rule.op import delta_advance, delta_rule
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits
 from mtpbuild.plugins.experts.op import experts
@@ -51,7 +51,7 @@ from mtpbuild.plugins.weigh_experts.op import weigh_experts
 FacetTable: TypeAlias = Mapping[str, str]
 for _file in sorted(Path(__file__).parent.glob("*/op.py")):
     import_module(f"{__name__}.{_file.parent.name}.op")
-OPS = {op._name: op for op in EMPTY}
+OPS = {op._name: op for op in EMPTY_RESULTS}
 NODE_FACETS: FacetTable = {op._name: "node" for op in NODES}  # operators of the CPU's library
 
 # The ops for which PyTorch calls a facet on CUDA tensors; other ops run their reference.

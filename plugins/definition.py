@@ -33,20 +33,20 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptOps:
     """The names of the ops that traced graphs keep; None: of all ops."""
 
     names: Container[str] | None = None
     fixed_sizes: bool = False  # kernels become TensorRT plugins, which take no symbolic sizes
 
 
-KEPT = ContextVar("KEPT", default=Kept())  # noqa: B039  # it is frozen
+KEPT = ContextVar("KEPT", default=KeptOps())  # noqa: B039  # it is frozen
 
 
 @contextmanager
 def keep(names: Container[str], *, fixed_sizes: bool = False) -> Iterator[None]:
     """Make graphs that are traced inside the `with` block keep only the ops of these names."""
-    token = KEPT.set(Kept(names, fixed_sizes))
+    token = KEPT.set(KeptOps(names, fixed_sizes))
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ class Op(CustomOpDef):
         return names is None or self._name in names
 
 
-EMPTY: dict[CustomOpDef, Callable[..., Any]] = {}  # in the order of definition
+EMPTY_RESULTS: dict[CustomOpDef, Callable[..., Any]] = {}  # in the order of definition
 NODES: dict[CustomOpDef, Node] = {}
 
 
@@ -91,7 +91,7 @@ def define(
         op = Op("mtpbuild", name, schema, reference)
         op.register_kernel(None)(reference)
         op.fits = fits
-        EMPTY[op] = empty
+        EMPTY_RESULTS[op] = empty
         if node is not None:
             NODES[op] = node
         op.register_fake(lambda *operands, **named: empty_results(op, bind(op, operands, named)))
@@ -111,5 +111,5 @@ def bind(
 
 def empty_results(op: CustomOpDef, known: Mapping[str, Any]) -> Any:
     """Return empty tensors like the op's results; known: its operands by name."""
-    empty = EMPTY[op]
+    empty = EMPTY_RESULTS[op]
     return empty(**{name: known[name] for name in signature(empty).parameters})

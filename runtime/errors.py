@@ -31,7 +31,7 @@ def first_line(error: BaseException) -> str:
     return line.encode("utf-8", "backslashreplace").decode()
 
 
-def install(extras: str) -> str:
+def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
     return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
 
@@ -115,7 +115,7 @@ def needing(what: str, extras: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        missing = f"{what} {error.name or error}: {install(extras)}"
+        missing = f"{what} {error.name or error}: {advise_install(extras)}"
         raise MissingDependencyError(missing) from None
 
 

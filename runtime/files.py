@@ -1,14 +1,17 @@
-"""Reading of untrusted files: anything but a regular file is refused, as opening it might hang.
+"""Reading of untrusted files, and replacing of files.
 
-Links are followed, since the caches of hubs consist of them. All errors are OSError or ValueError.
+Anything but a regular file is refused, as opening it might hang. Links are followed, since the
+caches of hubs consist of them. All errors are OSError or ValueError.
 """
 
+import contextlib
 import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_TEXT = 1 << 26  # bytes of configurations, indices and templates; the largest known has 14 MB
 MOST_TOKENIZER = 1 << 28  # bytes of a tokenizer.json
@@ -50,6 +53,25 @@ def read_json(path: Path, most: int = MOST_TEXT) -> Any:
         return json.loads(read_text(path, most))
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+@contextlib.contextmanager
+def replace_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a new file beside `path`, which takes its place after the block.
+
+    Readers see the old file or the whole new one. If the block raises, nothing has changed. mode:
+    the file's permissions, less the process's umask.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(part, flags, mode), "wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def user_cache_folder() -> Path:

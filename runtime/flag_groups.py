@@ -23,7 +23,7 @@ def flag(default: T, help: str, *names: str, parser: Callable[[str], T] | None =
     return field(default=default, metadata={"help": help, "names": names, "parser": parser})
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
+def group_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Let a Typer command take `name: type = flag(default, help)`, and groups of such fields.
 
     The command receives each group as an instance of its dataclass.

@@ -32,7 +32,7 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
 
     root: the system's files. usable: processor numbers; by default those that the process may use.
     """
-    text = text_of(root / "proc/meminfo")
+    text = read_or_empty(root / "proc/meminfo")
     sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
     groups = [found for group in _groups(root, "memory") for found in _group_memory(group)]
     memory = [limit for limit, _ in groups] + [sizes[key] for key in ("MemTotal",) if key in sizes]
@@ -45,7 +45,9 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
 
 def read_cpu_name() -> str:
     """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
-    if found := re.search(r"^model name\s*:(.*)", text_of(SYSTEM / "proc/cpuinfo"), re.MULTILINE):
+    if found := re.search(
+        r"^model name\s*:(.*)", read_or_empty(SYSTEM / "proc/cpuinfo"), re.MULTILINE
+    ):
         return found[1].strip()
     return platform.processor() or platform.machine()
 
@@ -64,7 +66,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
     """
     top = root / "sys/fs/cgroup"
     paths = {top: "", top / controller: ""}  # of version 2 and of version 1
-    for line in text_of(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if not names or controller in names.split(","):
             paths[top / controller if names else top] = path.strip("/")
@@ -75,23 +77,25 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 def _group_memory(group: Path) -> Iterator[tuple[int, int]]:
     """Yield a group's limit and use of memory, if it has a limit; cached files can be dropped."""
-    cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", text_of(group / "memory.stat"), re.M)
+    cached = re.findall(
+        r"^(?:total_)?inactive_file (\d+)$", read_or_empty(group / "memory.stat"), re.M
+    )
     for names in MEMORY:
-        limit, used = (text_of(group / name).strip() for name in names)
+        limit, used = (read_or_empty(group / name).strip() for name in names)
         if limit.isdecimal() and used.isdecimal():  # "max": no limit
             yield int(limit), int(used) - max(map(int, cached), default=0)
 
 
 def _quota(group: Path) -> float:
     """Return the number of processors whose time a group may use; infinity: no limit."""
-    old = (text_of(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
-    for text in (text_of(group / "cpu.max"), " ".join(old)):
+    old = (read_or_empty(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    for text in (read_or_empty(group / "cpu.max"), " ".join(old)):
         if found := re.fullmatch(r"(\d+) ([1-9]\d*)\s*", text):  # else "max" or -1
             return math.ceil(int(found[1]) / int(found[2]))
     return math.inf
 
 
-def text_of(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
     """Return the text of a system file; "" if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8")

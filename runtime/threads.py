@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from mtpbuild.runtime.limits import SYSTEM, measure_limits, text_of, usable_processors
+from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_or_empty, usable_processors
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
@@ -53,7 +53,7 @@ def physical_cores(root: Path = SYSTEM, usable: Collection[int] | None = None) -
 def _siblings(root: Path, cpu: int) -> str:
     """Return an id of a processor's core: the processors on it, or its own number if unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    return text_of(topology / "thread_siblings_list").strip() or str(cpu)
+    return read_or_empty(topology / "thread_siblings_list").strip() or str(cpu)
 
 
 def start_daemon(call: Callable[[], R]) -> Future[R]:

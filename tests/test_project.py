@@ -25,7 +25,7 @@ import pytest
 import mtpbuild
 import mtpbuild.recipes
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.runtime.errors import install
+from mtpbuild.runtime.errors import advise_install
 from tests.support import parts
 
 ROOT = Path(__file__).parents[1]
@@ -449,7 +449,7 @@ def test_extras_that_are_named_exist() -> None:
     named = {extra for text in texts for each in said.findall(text) for extra in each.split(",")}
     assert {"cpu", "serve", "tensorrt-build", "onnxruntime-gpu"} <= named <= set(extras)
     assert not [text for text in texts if "install 'mtpbuild" in text]
-    assert install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
+    assert advise_install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
 
 
 def test_wheels_for_a_machine_without_a_network() -> None:

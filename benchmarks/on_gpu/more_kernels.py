@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.plugins import kv_write, matmul_scaled, moe
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
@@ -27,10 +27,10 @@ FORMS = ("fp8", "nvfp4")
 SAMPLED = StepControls(temperature=0.8, top_p=0.95, seed=5)
 
 
-def scaled(form: str, shape: tuple[int, ...], device: str) -> Scaled:
+def scaled(form: str, shape: tuple[int, ...], device: str) -> ScaledWeight:
     """Make a random weight [.., in, out] in the format `form`."""
     second = (1, shape[-1]) if form == "nvfp4" else None
-    weight = Scaled(shape, 16 if form == "nvfp4" else min(128, shape[-2]), second)
+    weight = ScaledWeight(shape, 16 if form == "nvfp4" else min(128, shape[-2]), second)
     fill_scaled(weight, device)
     return weight
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import DecoderLayer
@@ -266,6 +266,6 @@ class Parts:
         """Count the values of a weight in a stored tensor: two per byte in nvfp4."""
         owner, _, leaf = name.rpartition(".")
         module = layer.get_submodule(owner)
-        if not isinstance(module, Scaled):
+        if not isinstance(module, ScaledWeight):
             return weight.numel()
         return weight.numel() * (1 if module.scales_2 is None else 2) if leaf == "values" else 0

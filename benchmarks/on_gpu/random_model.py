@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.rope import inverse_frequencies
 from mtpbuild.builder.program.opened_model import make_model
@@ -47,11 +47,11 @@ def random_model(case: Slice, device: str) -> CausalLM:
     inside = {
         f"{name}.{part}"
         for name, module in model.named_modules()
-        if isinstance(module, Scaled)
+        if isinstance(module, ScaledWeight)
         for part, _ in module.named_parameters()
     }
     for module in list(model.modules()):
-        if isinstance(module, Scaled):
+        if isinstance(module, ScaledWeight):
             fill_scaled(module, device)
     for name, weight in list(model.named_parameters()):
         if name in inside:
@@ -77,7 +77,7 @@ def style_of(case: Slice) -> GraphStyle:
     return GraphStyle(for_gpu=True, pipeline=INDUCTOR_CUDA, formats=formats, dtype=case.dtype)
 
 
-def fill_scaled(weight: Scaled, device: str) -> None:
+def fill_scaled(weight: ScaledWeight, device: str) -> None:
     """Fill a weight with random codes, none of them NaN, such that products keep their scale."""
 
     def fill(name: str, low: int, high: int) -> Tensor:

@@ -12,7 +12,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State
@@ -122,7 +122,7 @@ class Bench:
             with torch.device(self.machine.device):
                 traced = trace(program, self.plan(self.most))
             forget_ranks()  # the compiler uses its own group
-            TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), staged)
+            TARGET.lower(traced, dict.fromkeys(self.weights, ByteRange(0, 0)), staged)
             pretend_ranks(self.case.ranks.tp)
             staged.rename(folder)
         return Package(folder / f"{program.name}.pt2", self.weights, self.machine.device)

@@ -27,7 +27,7 @@ AGREEMENT = 0.05  # largest relative difference of measured and predicted speedu
 
 
 @dataclass(frozen=True, slots=True)
-class NextnRow:
+class NextnResult:
     """All figures of one nextn."""
 
     nextn: Nextn
@@ -49,7 +49,7 @@ class NextnRow:
 
 def make_rows(
     contenders: Sequence[Contender], measured: dict[Nextn, Measurements]
-) -> list[NextnRow]:
+) -> list[NextnResult]:
     """Compute a row per nextn; raise UsageError if there is nothing to time."""
     base = measured[0]
     by_kind = {kind: select_kind(base.groups, kind) for kind in list_kinds(chain(*base.groups))}
@@ -63,7 +63,7 @@ def make_rows(
             kind: compute_figures(select_kind(mine.groups, kind), groups, cost)
             for kind, groups in by_kind.items()
         }
-        result.append(NextnRow(contender.nextn, contender.drafter, figures))
+        result.append(NextnResult(contender.nextn, contender.drafter, figures))
     return result
 
 
@@ -129,7 +129,7 @@ def compute_figures(groups: Groups, base: Groups, cost: Figures) -> Figures:
     }
 
 
-def recommend_nextn(table: Sequence[NextnRow]) -> tuple[Nextn, str]:
+def recommend_nextn(table: Sequence[NextnResult]) -> tuple[Nextn, str]:
     """Choose the fastest nextn, and write in one line whether MTP pays."""
     drafting = [row for row in table if row.nextn]
     if not drafting:
@@ -145,7 +145,7 @@ def recommend_nextn(table: Sequence[NextnRow]) -> tuple[Nextn, str]:
     return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
 
 
-def find_disagreements(table: Sequence[NextnRow]) -> str | None:
+def find_disagreements(table: Sequence[NextnResult]) -> str | None:
     """Name each nextn whose measured and predicted speedups are too far apart."""
     apart = []
     for row in table:
@@ -157,7 +157,7 @@ def find_disagreements(table: Sequence[NextnRow]) -> str | None:
     return text if apart else None
 
 
-def name_kinds_apart(drafting: Sequence[NextnRow], best: NextnRow) -> str:
+def name_kinds_apart(drafting: Sequence[NextnResult], best: NextnResult) -> str:
     """Name the kinds of prompts for which another nextn is fastest."""
     found = []
     for kind in best.kinds:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.bench.figures import PER_POSITION, NextnRow
+from mtpbuild.builder.bench.figures import PER_POSITION, NextnResult
 from mtpbuild.builder.bench.report import PANELS, Benchmark
 from mtpbuild.builder.measure.statistics import ALL, compute_percentile
 from mtpbuild.builder.show import pictures
@@ -38,7 +38,7 @@ def draw_speedups(report: Benchmark, path: Path) -> None:
         pictures.share_legend(figure, f"{report.model}: what MTP gives", handles)
 
 
-def draw_speedup(axes: "Axes", rows: Sequence[NextnRow], kinds: Sequence[str]) -> None:
+def draw_speedup(axes: "Axes", rows: Sequence[NextnResult], kinds: Sequence[str]) -> None:
     """Draw bars with their 95 % intervals, and a dash at the predicted speedup."""
     width = 0.8 / len(kinds)
     for k, kind in enumerate(kinds):
@@ -86,7 +86,7 @@ def draw_steps(report: Benchmark, path: Path) -> None:
         pictures.share_legend(figure, f"{report.model}: step by step", handles)
 
 
-def draw_positions(axes: "Axes", rows: Sequence[NextnRow]) -> None:
+def draw_positions(axes: "Axes", rows: Sequence[NextnResult]) -> None:
     places, key = range(1, max(row.most for row in rows) + 1), PER_POSITION
     pictures.draw_lines(axes, places, {f"nextn {row.nextn}": row.overall[key] for row in rows})
     axes.set_xlabel("draft of a step")

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from mtpbuild.builder.bench.figures import (
     PER_POSITION,
-    NextnRow,
+    NextnResult,
     find_disagreements,
     recommend_nextn,
 )
@@ -29,7 +29,7 @@ class Benchmark:
     machine: dict[str, Any]
     settings: dict[str, Any]
     engines: dict[Nextn, str]  # folder by nextn
-    rows: list[NextnRow]
+    rows: list[NextnResult]
     measured: dict[Nextn, Measurements]
 
 

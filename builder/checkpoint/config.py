@@ -141,7 +141,7 @@ def fixed(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class MTPRules:
+class ModuleInputs:
     """Choices about the inputs of MTP modules, on which published engines disagree.
 
     Each family makes its own. The defaults follow DeepSeek-V3's report and transformers'
@@ -155,7 +155,7 @@ class MTPRules:
     shares_choice: bool = False  # later drafts attend to the rows chosen for the first one (DSA)
 
 
-DEEPSEEK = MTPRules()
+DEEPSEEK = ModuleInputs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class ModelConfig:
     tie_word_embeddings: bool = flag(False)
     n_routed_experts: int = integer(0, 0, COUNT_LIMIT)
     rope: RopeConfig = field(metadata={"read": parse_rope})
-    mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it returns a field
+    mtp: ModuleInputs = fixed(DEEPSEEK)  # noqa: RUF009 - it returns a field
     # Numbers of the MTP modules, from 0, whose stored embedding or head differs from the trunk's.
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())

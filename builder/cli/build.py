@@ -12,9 +12,9 @@ from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, sho
 from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
-from mtpbuild.runtime.contract.drafters import offered
-from mtpbuild.runtime.contract.target_options import changed
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.contract.drafters import list_drafters
+from mtpbuild.runtime.contract.target_options import list_changed_flags
+from mtpbuild.runtime.flag_groups import flag, group_flags
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @error_line
-@grouped
+@group_flags
 def build(
     model: Annotated[
         str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME of Hugging Face.")
@@ -36,7 +36,7 @@ def build(
         "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..5, chosen step by step. "
         "Default: the model's.",
     ),
-    drafter: str | None = flag(None, f"{' or '.join(offered())}."),
+    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
     weights: str | None = flag(
@@ -78,7 +78,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         scheme=calibrated_scheme(build_scheme(weights, head_weights), calibrate, calibration_text),
         acceptance_rules=tuple(acceptance_rule or ()),
-        options=changed(target_flags),
+        options=list_changed_flags(target_flags),
         **vars(flags),
     )
     run_build(request, prefix or ())
@@ -116,7 +116,7 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> list["BuiltE
 
 
 @error_line
-@grouped
+@group_flags
 def refit(
     engine: Annotated[Path, Option(help="Engine directory.")],
     checkpoint: Annotated[
@@ -140,7 +140,7 @@ def refit(
 
 
 @error_line
-@grouped
+@group_flags
 def quantize(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
@@ -174,7 +174,7 @@ def quantize(
 
 
 @error_line
-@grouped
+@group_flags
 def recipes(
     json: bool = flag(False, "As one JSON list."),
     fits: bool = flag(False, "What this machine's CPU can run, by tokens/s, as plan --cpu has it."),

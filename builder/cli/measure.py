@@ -11,7 +11,7 @@ from mtpbuild.builder.cli.shared import (
     TargetFlags,
     parse_nextn,
     print_result,
-    print_results,
+    print_written_results,
     show_progress,
 )
 from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
@@ -30,11 +30,11 @@ from mtpbuild.runtime.configuration.settings import (
     name_source,
     requested_ranks,
 )
-from mtpbuild.runtime.contract.drafters import offered
+from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.rules import BUILT_IN
-from mtpbuild.runtime.contract.target_options import changed
+from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
@@ -49,7 +49,7 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 
 
 @error_line
-@grouped
+@group_flags
 def bench(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     sampling: SamplingFlags,
@@ -62,7 +62,7 @@ def bench(
         None, f"Draft tokens per step to compare with 0: numbers or auto. Default: {NEXTN}."
     ),
     concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
-    drafter: str | None = flag(None, f"{' or '.join(offered())}."),
+    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
     threads: int | None = flag(None, THREADS, parser=parse_threads),
@@ -85,7 +85,7 @@ def bench(
         numbers = (settings["nextn"],) if "nextn" in settings else parse_nextn(NEXTN)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
-    options = changed(target_flags)
+    options = list_changed_flags(target_flags)
     target = target or default_target(model)
     rules = () if params.acceptance in BUILT_IN else (params.acceptance,)
     built = BuildRequest(
@@ -97,14 +97,14 @@ def bench(
         options=options,
     )
     requests = Dataset(**vars(dataset), params=params)
-    request = BenchRequest(built, requests, sizes, threads, out, changed(load_flags))
+    request = BenchRequest(built, requests, sizes, threads, out, list_changed_flags(load_flags))
     with show_progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
-    print_results(out / "bench.json", json, lambda: print_benchmarks(reports))
+    print_written_results(out / "bench.json", json, lambda: print_benchmarks(reports))
 
 
 @error_line
-@grouped
+@group_flags
 def evaluate(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
@@ -134,11 +134,11 @@ def evaluate(
     check_engine(settings, manifest.build)
     topk, delta = read_grid(relaxed_topk, relaxed_delta, settings)
     params = sampling_params(sampling, settings, manifest, max_tokens=OUTPUT_TOKENS)
-    options = changed(load_flags)
+    options = list_changed_flags(load_flags)
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    print_results(flags.out / "eval.json", json, lambda: print_evaluation(report))
+    print_written_results(flags.out / "eval.json", json, lambda: print_evaluation(report))
 
 
 def read_grid(
@@ -162,7 +162,7 @@ def read_grid(
 
 
 @error_line
-@grouped
+@group_flags
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
     load_flags: LoadFlags,
@@ -172,7 +172,9 @@ def verify(
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
     from mtpbuild.builder.verify import verify
 
-    request = verify.VerifyRequest(engine=engine, options=changed(load_flags), **vars(flags))
+    request = verify.VerifyRequest(
+        engine=engine, options=list_changed_flags(load_flags), **vars(flags)
+    )
     with show_progress("reading the engine") as watch:
         done = verify.verify(request, watch)
     print_result(json, verify.make_verify_json(done), lambda: verify.print_verification(done))
@@ -181,7 +183,7 @@ def verify(
 
 
 @error_line
-@grouped
+@group_flags
 def study(
     traces: Annotated[list[Path], typer.Argument(help="Traces (.jsonl) to compare.")],
     out: Path = flag(Path("study_results"), "Folder for study.json, study.csv and study.png."),
@@ -191,4 +193,4 @@ def study(
     from mtpbuild.builder.eval.study import print_study, study
 
     found = study(traces, out)
-    print_results(out / "study.json", json, lambda: print_study(found))
+    print_written_results(out / "study.json", json, lambda: print_study(found))

@@ -13,7 +13,7 @@ from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.configuration.settings import join, requested_ranks
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from mtpbuild.runtime.flag_groups import flag, given_flags, grouped
+from mtpbuild.runtime.flag_groups import flag, given_flags, group_flags
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "prefill_chunk"),
@@ -22,7 +22,7 @@ FOR_GPUS = (  # parameters that mean nothing with --cpu
 
 
 @error_line
-@grouped
+@group_flags
 def plan(
     context: typer.Context,
     model: Annotated[
@@ -39,7 +39,7 @@ def plan(
     picture: Path | None = flag(None, "Write the figures as a PNG too."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
-    """Foretell sizes, step times and speed of a model on GPUs that need not be here.
+    """Predict sizes, step times and speed of a model on GPUs that need not be here.
 
     With --cpu: what it needs of this machine.
     """

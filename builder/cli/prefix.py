@@ -10,7 +10,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import show_progress
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 EngineFolder = Annotated[Path, Option(help="Engine directory.")]
@@ -20,7 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed 
 
 
 @error_line
-@grouped
+@group_flags
 def add(
     engine: EngineFolder,
     name: Name,
@@ -44,7 +44,7 @@ def add(
 
 
 @error_line
-@grouped
+@group_flags
 def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) -> None:
     """List the prefixes of an engine."""
     from mtpbuild.builder.compiler.prefixes import list_prefixes
@@ -58,7 +58,7 @@ def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) 
 
 
 @error_line
-@grouped
+@group_flags
 def remove(engine: EngineFolder, name: Name) -> None:
     """Remove a prefix from an engine."""
     from mtpbuild.builder.compiler.prefixes import remove_prefix

@@ -95,7 +95,7 @@ class StageLines:
             typer.echo(f"[{now - self._start:.0f} s] {stage}", err=True)
 
 
-def print_results(path: Path, json: bool, print_tables: Callable[[], None]) -> None:
+def print_written_results(path: Path, json: bool, print_tables: Callable[[], None]) -> None:
     """Print the JSON file that was written, or tables and the file's path.
 
     Without matplotlib, a line on standard error says why there are no pictures.

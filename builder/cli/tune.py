@@ -9,11 +9,11 @@ from typer import Option
 from mtpbuild.builder.cli.shared import show_progress
 from mtpbuild.builder.flags import TuneFlags
 from mtpbuild.runtime.cli.commands import error_line
-from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.flag_groups import group_flags
 
 
 @error_line
-@grouped
+@group_flags
 def tune_head(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     data: Annotated[Path, Option(help="JSONL file of prompts, as of `run --input`.")],

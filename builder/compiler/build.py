@@ -16,7 +16,7 @@ from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
 from mtpbuild.builder.compiler.job import Job, load_compiler, prepare
 from mtpbuild.builder.compiler.manifest_of import write_manifests
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.staged import StagedEngine, discard_stale, staged_folder
+from mtpbuild.builder.engine.staged import StagedFolder, discard_stale, staged_folder
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.engine_weights import EngineWeights
     from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.program.programs import Program
-    from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.weights.placed import Placed
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if request.dump is not None and not request.dump.exists():
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
     if todo and job.calibrates:
-        from mtpbuild.builder.compiler.own_text import discard
+        from mtpbuild.builder.compiler.own_text import discard_calibration
 
-        discard(next(iter(job.plans)))
+        discard_calibration(next(iter(job.plans)))
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [
@@ -190,10 +190,10 @@ def time_steps(folder: Path) -> None:
 
 def write_weights(
     weights: "EngineWeights",
-    staged: StagedEngine,
+    staged: StagedFolder,
     folders: Mapping[int, Path],
     siblings: Path | None,
-) -> "dict[str, Placed]":
+) -> "dict[str, ByteRange]":
     """Write each rank's file, or link one in `siblings`; return each weight's place in any file."""
     for rank, folder in folders.items():
         written = weights.write(folder, siblings, rank, staged.hashes(folder).get(WEIGHTS))
@@ -206,8 +206,8 @@ def compile_programs(
     job: Job,
     out: Path,
     model: "OpenedModel",
-    places: "dict[str, Placed]",
-    staged: StagedEngine,
+    places: "dict[str, ByteRange]",
+    staged: StagedFolder,
     folders: Mapping[int, Path],
     stages: Stages,
 ) -> dict[str, ProgramSpec]:
@@ -228,11 +228,13 @@ def compile_programs(
             return read_manifest(built).programs
     first, *others = folders.items()
 
-    def trace_one(program: "Program") -> "Traced":
+    def trace_one(program: "Program") -> "TracedProgram":
         with stages(f"trace {program.name}"):
             return target.trace(program, plan)
 
-    def lower_one(name: str, rank: int, folder: Path, trace: "Callable[[], Traced]") -> ProgramSpec:
+    def lower_one(
+        name: str, rank: int, folder: Path, trace: "Callable[[], TracedProgram]"
+    ) -> ProgramSpec:
         traced = trace()
         temporary = temporary_bytes(traced) if plan.style.for_gpu else 0
         with stages(f"lower {name}"):
@@ -253,7 +255,7 @@ def compile_programs(
 
 
 def compile_unless_built(
-    name: str, staged: StagedEngine, compile_one: Callable[[], ProgramSpec]
+    name: str, staged: StagedFolder, compile_one: Callable[[], ProgramSpec]
 ) -> ProgramSpec:
     """Return the program if an interrupted build finished it; otherwise compile it now."""
     done = staged.finished.get(name)

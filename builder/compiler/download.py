@@ -25,6 +25,7 @@ from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, Model, instead_of, name_model
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.show.tables import format_size
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
@@ -83,11 +84,11 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         source = FoundModel(model.name, model.engine, repository.folder, request.mtp)
         source, config = cut_layers(request, source)
         _, plans = check_small_files(request, source, config)
-        names = find_weights(repository)
+        names = weight_files(repository)
         if wanted := sum(map(repository.lacking_bytes, names)):
             if request.max_seq_len is None:  # a smaller machine gets an engine of a shorter context
                 plans = {out: shorten(plan) for out, plan in plans.items()}
-            check_room(repository.name, wanted, plans, repository.folder, room)
+            check_disk_and_memory(repository.name, wanted, plans, repository.folder, room)
 
         # 3. Check the tensors by their headers.
         drafts = any(plan.nextn for plan in plans.values())
@@ -113,7 +114,7 @@ def download_gguf(
         read = {entry.file.name for entry in opened.tensors.values()}
         names = [name for name in head if PurePosixPath(name).name in read] + names
         if wanted := sum(map(repository.lacking_bytes, names)):
-            check_room(repository.name, wanted, plans, folder, room)
+            check_disk_and_memory(repository.name, wanted, plans, folder, room)
         opened.check(opened.settle_modules(config, any(plan.nextn for plan in plans.values())))
     for name in names:  # the trunk's file comes last, so the head's is here with it
         repository.fetch_weights(name)
@@ -129,7 +130,7 @@ def gguf_files(model: Model, repository: "Repository") -> tuple[list[str], list[
 
 @contextmanager
 def read_headers(repository: "Repository", names: Sequence[str]) -> Iterator[Path]:
-    """Give a folder of a checkpoint of GGUF files, of which only the headers are fetched."""
+    """Yield a checkpoint's folder that is made of the headers of GGUF files."""
     for name in filter(is_side_file, repository.files):
         repository.fetch(name)
     with TemporaryDirectory() as temporary:
@@ -221,7 +222,7 @@ def check_headers(
     named.check(named.settle_modules(config, drafts))
 
 
-def find_weights(repository: "Repository") -> list[str]:
+def weight_files(repository: "Repository") -> list[str]:
     """Return the names of the safetensors files that hold the model."""
     names = shard_names(repository.folder)
     if missing := [name for name in names if name not in repository.files]:
@@ -229,7 +230,7 @@ def find_weights(repository: "Repository") -> list[str]:
     return names
 
 
-def check_room(
+def check_disk_and_memory(
     name: str, wanted: int, plans: Mapping[Path, Plan], folder: Path, room: Room
 ) -> None:
     """Raise DownloadError if download, engine or the engine's run need more room than there is.
@@ -241,8 +242,8 @@ def check_room(
     downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
     if wanted > downloads.free:
         raise DownloadError(
-            f"{name}: {gigabytes(wanted)} are to be fetched, and the disk of {cache_folder()} has "
-            f"{gigabytes(downloads.free)} free; HF_HUB_CACHE names another folder"
+            f"{name}: {format_size(wanted)} are to be fetched, and the disk of {cache_folder()} "
+            f"has {format_size(downloads.free)} free; HF_HUB_CACHE names another folder"
         )
     place = next(iter(plans)).parent
     engines, memory = room.disk(place), room.memory()
@@ -250,16 +251,16 @@ def check_room(
     engine = weights_bytes(plan, folder)
     if engine > free:
         raise DownloadError(
-            f"{name}: the engine takes {gigabytes(engine)}, and beside the download the disk of "
-            f"{place.resolve()} has {gigabytes(free)} free{smaller(plan, folder)}; --out "
+            f"{name}: the engine takes {format_size(engine)}, and beside the download the disk of "
+            f"{place.resolve()} has {format_size(free)} free{smaller(plan, folder)}; --out "
             "names another place"
         )
     states = (sum(map(size_of, state_specs(each))) for each in plans.values())
     needed = round(MAPPED * engine) + max(states)
     if memory is not None and not plan.style.for_gpu and needed > memory:
         raise DownloadError(
-            f"{name}: the engine needs {gigabytes(needed)} of memory, and this machine has "
-            f"{gigabytes(memory)}{smaller(plan, folder)}; to build it for another machine, "
+            f"{name}: the engine needs {format_size(needed)} of memory, and this machine has "
+            f"{format_size(memory)}{smaller(plan, folder)}; to build it for another machine, "
             f"fetch the checkpoint by `hf download {name}`"
         )
 
@@ -278,8 +279,4 @@ def smaller(plan: Plan, folder: Path) -> str:
     if not sizes or min(sizes.values()) >= weights_bytes(plan, folder):
         return ""
     best = min(sizes, key=lambda name: sizes[name])
-    return f"; --weights {best} makes one of {gigabytes(sizes[best])}"
-
-
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
+    return f"; --weights {best} makes one of {format_size(sizes[best])}"

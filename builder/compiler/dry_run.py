@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class EngineForecast:
     """An engine that a build would make; sizes are those of one rank."""
 
     folder: Path
@@ -35,7 +35,7 @@ class DryRun:
     """A checked checkpoint, and the engines that a build would make from it."""
 
     model: "OpenedModel"  # its tensors have shapes but no values
-    engines: list[Foreseen]
+    engines: list[EngineForecast]
     lacking: list[str]  # a line for each thing that this machine lacks to build them
 
 
@@ -67,7 +67,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         caches = sum(size_of(s) for s in specs if s.role == "rows")
         found = exported.get(out, {})
         sizes = weights, held[out], state, caches
-        engines.append(Foreseen(out, plan, *sizes, found, out not in todo))
+        engines.append(EngineForecast(out, plan, *sizes, found, out not in todo))
     return DryRun(model, engines, list(lacking))
 
 

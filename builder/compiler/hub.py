@@ -82,7 +82,7 @@ class Repository:
         self.fetch(name)  # it finds the contents there and links them to their name
 
     def read_header(self, name: str) -> Header:
-        """Return a safetensors file's header, of which alone the bytes are fetched.
+        """Read a safetensors file's header; no more than that is fetched.
 
         Raises CheckpointError if it is damaged.
         """
@@ -99,7 +99,7 @@ class Repository:
             raise CheckpointError(what) from None
 
     def fetch_gguf_header(self, name: str, place: Path) -> None:
-        """Write a file of a GGUF file's size, whose header alone is fetched."""
+        """Fetch a GGUF file's header into a file of the whole file's size."""
         size, count = self.files[name].size or 0, 10 * START
         most = min(size, MOST_BYTES)
         while True:
@@ -113,7 +113,7 @@ class Repository:
             count *= 4
 
     def _read_start(self, name: str, count: int) -> bytes:
-        """Fetch the first bytes of a file; of a hub that sends it whole, no more are read."""
+        """Fetch the first bytes of a file; stop there even if the hub sends all of it."""
         headers = build_hf_headers(library_name=NAME)
         headers |= {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
         url, got = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint()), b""

@@ -108,7 +108,7 @@ def prepare(request: BuildRequest) -> Job:
     }
     if request.rank is not None:
         for out in plans:
-            layout.check_ranks(out, prints[out], force=request.force)
+            layout.refuse_mixed_ranks(out, prints[out], force=request.force)
     return Job(request, source, config, ids, target, plans, prints, brought)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.compiler.job import Job
-from mtpbuild.builder.engine.staged import StagedEngine
+from mtpbuild.builder.engine.staged import StagedFolder
 from mtpbuild.builder.plan.plan import state_specs
 from mtpbuild.runtime.contract.drafters import package_of_drafter
 from mtpbuild.runtime.contract.manifest import (
@@ -30,7 +30,7 @@ def write_manifests(
     job: Job,
     out: Path,
     model: "OpenedModel",
-    staged: StagedEngine,
+    staged: StagedFolder,
     folders: Mapping[int, Path],
     programs: dict[str, ProgramSpec],
     *,

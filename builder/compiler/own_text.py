@@ -101,7 +101,7 @@ def state_folder(out: Path) -> Path:
     return out.resolve().parent / f".{out.resolve().name}.calibration"
 
 
-def discard(out: Path) -> None:
+def discard_calibration(out: Path) -> None:
     shutil.rmtree(state_folder(out), ignore_errors=True)
 
 

@@ -34,7 +34,7 @@ from mtpbuild.runtime.prefix_cache.files import (
     prefix_file,
     prefix_names,
 )
-from mtpbuild.runtime.prefix_cache.tree import RowSpan, common, root_key
+from mtpbuild.runtime.prefix_cache.tree import RowSpan, count_common, root_key
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,7 +66,7 @@ class Beginning:
         if messages[-1].get("role") == "user":
             return ids()
         found = [ids({"role": "user", "content": probe}) for probe in PROBES]
-        return found[0][: min(common(one, other) for one, other in pairwise(found))]
+        return found[0][: min(count_common(one, other) for one, other in pairwise(found))]
 
 
 def add_prefix(

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import identities, identity
-from mtpbuild.builder.compiler.own_text import calibrate, discard
+from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
 from mtpbuild.builder.engine.staged import is_taken, staged_folder
 from mtpbuild.builder.formats import FORMATS, Format, entry_of
 from mtpbuild.builder.formats.integers import coarse_blocks
@@ -20,7 +20,7 @@ from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
@@ -29,7 +29,6 @@ from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
-Watch = Callable[[str], None]  # gets a line about each weight
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,14 @@ class Quantized:
     coarse: int = 0  # blocks of integers that lose accuracy
 
 
-def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
+def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
     """Write the quantised checkpoint.
 
     Raises UsageError, CheckpointError or BuildError; then nothing is left behind but the finished
     layers of a calibration.
     """
     source = find_model(request.model, request.checkpoint)
-    check_place(request.out, source.folder, force=request.force)
+    refuse_taken_folder(request.out, source.folder, force=request.force)
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
@@ -87,14 +86,14 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     done = Quantized(request.out, unfit=list(new.unfit))
     with staged_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:
-            new = calibrated(request, new, config, source.folder, watch)
-        write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
+            new = calibrate_view(request, new, config, source.folder, watch)
+        write_shards(building.folder, split(new.tensors), encode_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
-    discard(request.out)
+    discard_calibration(request.out)
     return done
 
 
-def calibrated(
+def calibrate_view(
     request: QuantizeRequest, view: Requantised, config: ModelConfig, source: Path, watch: Watch
 ) -> Requantised:
     """Return the view with calibrated int4 weights."""
@@ -107,7 +106,7 @@ def calibrated(
     return calibrate(view, config, asked, request.out, inputs, Stages(watch), build)
 
 
-def write_all(
+def encode_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors to store, by name; add up their bytes and errors in `done`."""
@@ -118,7 +117,7 @@ def write_all(
             portion = done.portions[entry_of(parts[""]).dtype.lower()]
         else:
             portion = done.portions[format.name]
-            pieces = counted(checkpoint.encoded(name), format, portion)
+            pieces = count_errors(checkpoint.encoded(name), format, portion)
             parts = checkpoint.collect(name, pieces)
         portion.weights += 1
         for suffix, tensor in parts.items():
@@ -127,7 +126,7 @@ def write_all(
             yield name + suffix, tensor
 
 
-def counted(
+def count_errors(
     pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
 ) -> Iterator[Parts]:
     """Yield the encoded parts of each piece of rows; add up their errors in `portion`."""
@@ -171,7 +170,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def check_place(out: Path, source: Path, *, force: bool) -> None:
+def refuse_taken_folder(out: Path, source: Path, *, force: bool) -> None:
     """Refuse to overwrite the source, another kind of folder or, without --force, a checkpoint."""
     if out.resolve() == source.resolve():
         raise BuildError(f"{out} is the source itself; choose another --out")

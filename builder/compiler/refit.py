@@ -53,12 +53,12 @@ def refit(
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
     mtp: a file or folder with the MTP modules, if they lie elsewhere. chat_template: a file in
-    place of the checkpoint's templates, as of a build.
-    An engine of some layers gets the same layers of `model`; if its build quantised the weights,
-    the new ones are quantised likewise. Programs that are loaded keep the weights that they were
-    loaded with. Returns the manifests before and after. Raises UsageError with the differences if
-    the checkpoint has another architecture or other number formats, CheckpointError or BuildError;
-    the engine is then as it was.
+    place of the checkpoint's templates, as of a build. An engine of some layers gets the same
+    layers of `model`; if its build quantised the weights, the new ones are quantised likewise.
+    Programs that are loaded keep the weights that they were loaded with. Returns the manifests
+    before and after. Raises UsageError with the differences if the checkpoint has another
+    architecture or other number formats, CheckpointError or BuildError; the engine is then as it
+    was.
     """
     if chat_template is not None:
         read_template(chat_template)

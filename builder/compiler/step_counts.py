@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.show.tables import format_size
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
@@ -59,7 +59,7 @@ class StepCounts:
         return self.products + self.kernels + self.others
 
 
-def count_step_calls(traced: Traced, temporary: int = 0) -> StepCounts:
+def count_step_calls(traced: TracedProgram, temporary: int = 0) -> StepCounts:
     """Count the calls of an exported program; temporary: bytes of its intermediate results."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0
@@ -107,7 +107,7 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
             readers[source].append(node)
         if _is_summed(node):
             depth[node] = own + 1
-        elif kinds[node] != "others" or op_name(node) in ALONE:
+        elif kinds[node] != "others" or call_name(node) in ALONE:
             continue
         fused[node] = node
         for source in read[node]:
@@ -117,7 +117,7 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     written = {
         kernel_of(node)
         for node in fused
-        if op_name(node) in REDUCED
+        if call_name(node) in REDUCED
         or _is_summed(node)
         or any(reader not in fused or _is_summed(reader) for reader in readers[node])
     }
@@ -134,7 +134,7 @@ def _sums_parts(node: Node, product: Node) -> bool:
     return node.target in READERS and node.args[0] is product
 
 
-def op_name(node: Node) -> str:
+def call_name(node: Node) -> str:
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target._schema.name.partition("::")[2]
 
@@ -153,7 +153,7 @@ def call_kind(node: Node) -> str | None:
         return "collectives"
     if op in KERNELS:
         return "kernels"
-    if op in OWN_PRODUCTS or op_name(node) in PRODUCTS:
+    if op in OWN_PRODUCTS or call_name(node) in PRODUCTS:
         return "products"
     if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
         return None  # state that is passed on
@@ -203,7 +203,7 @@ def describe_counts(counts: StepCounts) -> str:
     return text
 
 
-def temporary_bytes(traced: Traced) -> int:
+def temporary_bytes(traced: TracedProgram) -> int:
     """Return the most bytes of results held at once; symbolic sizes count with their upper bounds.
 
     A result that only fused operators read is never held. A result of a state's shape is written
@@ -240,7 +240,7 @@ def temporary_bytes(traced: Traced) -> int:
 
 
 def _fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:
-    return kind == "others" and op_name(node) not in ALONE and readers[node] <= {"others"}
+    return kind == "others" and call_name(node) not in ALONE and readers[node] <= {"others"}
 
 
 def _shape(value: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from mtpbuild.builder.models.common.weight import Share, convert_weights, join_s
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
@@ -67,7 +67,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int], watch: Watch) -> None
 def export(
     model: OpenedModel,
     plans: Iterable[Plan],
-    trace: Callable[[Program, Plan], Traced],
+    trace: Callable[[Program, Plan], TracedProgram],
     watch: Watch,
 ) -> list[dict[str, StepCounts]]:
     """Export each plan's programs on tensors that only have shapes; return each graph's counts.

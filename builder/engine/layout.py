@@ -146,7 +146,7 @@ def model_of(out: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
+def refuse_mixed_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
     """Raise BuildError if a single rank would replace the ranks of another build."""
     manifest = find_engine(out)
     if manifest is None or force or not ranks_here(out, manifest):

@@ -32,7 +32,7 @@ class FinishedPart(BaseModel):
     program: ProgramSpec | None = None
 
 
-class StagedEngine:
+class StagedFolder:
     """An unfinished engine: `folder` becomes the engine, `finished` lists the parts so far."""
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ def staged_folder(
     discard_parts: bool = True,
     rank: int | None = None,
     put: Callable[[Path, Path], None] = replace_folder,
-) -> Iterator[StagedEngine]:
+) -> Iterator[StagedFolder]:
     """Make a folder beside `out`, and move it to `out` if the block succeeds.
 
     If the block fails, its finished parts stay for the next build of the same inputs, unless that
@@ -148,7 +148,7 @@ def staged_folder(
     try:
         with _locked(home, out):
             _restore_replaced(place)
-            staged = StagedEngine(home / place.name)
+            staged = StagedFolder(home / place.name)
             try:
                 staged.resume(inputs, discard_parts=discard_parts)
                 if staged.finished:
@@ -172,7 +172,7 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     with contextlib.suppress(OSError, BuildError):  # another build has it, or it can't be read
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
             with _locked(home, out):
-                _keep_or_remove(StagedEngine(home / place.name), home, out)
+                _keep_or_remove(StagedFolder(home / place.name), home, out)
 
 
 def _staging_home(place: Path, rank: int | None) -> Path:
@@ -211,7 +211,7 @@ def _restore_replaced(out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _keep_or_remove(staged: StagedEngine, home: Path, out: Path) -> None:
+def _keep_or_remove(staged: StagedFolder, home: Path, out: Path) -> None:
     """Keep the finished parts; if there are none, remove the folder."""
     with contextlib.suppress(OSError):  # never hide the error that ended the build
         if staged.finished:

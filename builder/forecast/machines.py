@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.builder.checks import one_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,4 @@ UNKNOWN = GpuSpec("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 
 def find_gpu(name: str) -> GpuSpec:
-    if name not in GPUS:
-        raise UsageError(f"--gpu {name} is unknown; supported: {', '.join(GPUS)}")
-    return GPUS[name]
+    return GPUS[one_of(name, GPUS, "--gpu")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
-from mtpbuild.builder.formats.gptq import WORD, Words, measured, unpack_words
+from mtpbuild.builder.formats.gptq import WORD, PackedWords, infer_format, unpack_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of 8 outputs lie in a word
 
 
-class Awq(Words):
+class Awq(PackedWords):
     """AWQ: a word holds the 4-bit numbers of 8 outputs, of one input or of one group."""
 
     method = "awq"
@@ -37,7 +37,7 @@ def find_format(
 ) -> Format | None:
     if entries[name].dtype != "I32" or not is_awq(settings):
         return None
-    return measured(Awq, name, entries, settings)
+    return infer_format(Awq, name, entries, settings)
 
 
 def is_awq(settings: Mapping[str, Any]) -> bool:
@@ -47,8 +47,8 @@ def is_awq(settings: Mapping[str, Any]) -> bool:
     )
 
 
-def unread_awq(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of settings with this method; None if they are."""
+def find_unread_awq(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting of this method that is not read; None if all are."""
     said = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
     if (layout := str(next(filter(None, said), "gemm")).lower()) != "gemm":
         return f"awq in the layout {layout}"
@@ -56,5 +56,5 @@ def unread_awq(settings: Mapping[str, Any]) -> str | None:
     return None if bits == 4 else f"awq with {bits} bits"
 
 
-METHODS = {"awq": unread_awq}
+METHODS = {"awq": find_unread_awq}
 READS = "AWQ in the layout gemm"

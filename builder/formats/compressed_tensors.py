@@ -259,8 +259,8 @@ def _choose_group(settings: Mapping[str, Any], name: str, words: int, scales: in
     return next((group for group in fitting if group.names(module)), fitting[0])
 
 
-def unread(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of settings with this method; None if they are."""
+def find_unread_setting(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting of this method that is not read; None if all are."""
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
     kinds = [settings, *(groups.values() if isinstance(groups, Mapping) else ()), sparsity]
     found = [kind["format"] for kind in kinds if isinstance(kind, Mapping) and kind.get("format")]
@@ -282,6 +282,6 @@ def kept_as(settings: Mapping[str, Any]) -> str:
     return "int4" if group.bits <= 4 else "int8"
 
 
-METHODS = {METHOD: unread}
+METHODS = {METHOD: find_unread_setting}
 NAMES = {".weight_packed": ".weight"}
 READS = "compressed-tensors (integers, fp8, nvfp4, mxfp4, mxfp8)"

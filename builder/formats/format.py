@@ -159,7 +159,7 @@ class ReadFormat(Format):
         raise NotImplementedError(f"{self.name} is only read")
 
 
-class Decoded(ReadFormat):
+class GgmlFormat(ReadFormat):
     """Weights that their file's own reader decodes; name: of the format in that file."""
 
     bits, block, suffixes = 32, 1, ("",)

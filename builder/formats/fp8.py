@@ -76,8 +76,8 @@ def spread(scales: Tensor, shape: Shape, times: int = BLOCK) -> Tensor:
     return wide.repeat_interleave(BLOCK, dim=0)[:rows]
 
 
-def unread(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of settings with this method; None if they are."""
+def find_unread(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting of this method that is not read; None if all are."""
     if (blocks := settings.get("weight_block_size")) == [BLOCK, BLOCK]:
         return None
     return f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
@@ -85,5 +85,5 @@ def unread(settings: Mapping[str, Any]) -> str | None:
 
 FP8 = Fp8()
 FORMATS = (FP8, Fp8("BF16"), Fp8("F16"))
-METHODS = {"fp8": unread}
+METHODS = {"fp8": find_unread}
 READS = "DeepSeek's fp8 with weight_block_size [128, 128]"

@@ -10,7 +10,7 @@ from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.runtime.errors import CheckpointError
@@ -46,7 +46,7 @@ class Geometry:
     ordered: bool = True
 
 
-class Words(Format):
+class PackedWords(ReadFormat):
     """Integers in 32-bit words, inputs first: qweight, qzeros [groups, out], scales [groups, out].
 
     W[n, k] = (code[k, n] - zero[g, n]) * scales[g, n], with g = k // group or g_idx[k].
@@ -58,12 +58,6 @@ class Words(Format):
         self.geometry, self.bits, self.block = geometry, geometry.bits, geometry.group
         self.name = f"{self.method} int{self.bits}"
         self.suffixes = ("", ZEROS, SCALES, *([INDEX] if geometry.indexed else []))
-
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        return False  # `find_format` finds it
-
-    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-        raise NotImplementedError(f"{self.name} is only read")
 
     @property
     def kept(self) -> Format:
@@ -159,7 +153,7 @@ class Words(Format):
         return (codes - zeros[:, groups]).float().mul_(parts[SCALES].T.float()[:, groups])
 
 
-class Gptq(Words):
+class Gptq(PackedWords):
     """GPTQ: words of codes of 4 or 8 inputs, and of 4 or 8 outputs' zero points, lowest bits first.
 
     Version 1 stores zero points less 1.
@@ -189,7 +183,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 @cache  # formats are compared by `is`
-def made(kind: type[Words], geometry: Geometry) -> Words:
+def make_format(kind: type[PackedWords], geometry: Geometry) -> PackedWords:
     return kind(geometry)
 
 
@@ -198,11 +192,11 @@ def find_format(
 ) -> Format | None:
     if entries[name].dtype != "I32" or version_of(settings) is None:
         return None
-    return measured(Gptq, name, entries, settings)
+    return infer_format(Gptq, name, entries, settings)
 
 
-def measured(
-    kind: type[Words], name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+def infer_format(
+    kind: type[PackedWords], name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format:
     """Return the format of weight `name`, whose tensors tell bits and groups.
 
@@ -229,7 +223,7 @@ def measured(
         indexed=indexed,
         ordered=not (indexed and own.get("desc_act", False)),
     )
-    return made(kind, geometry)
+    return make_format(kind, geometry)
 
 
 def groups_of(inputs: int, group: int) -> int:
@@ -245,10 +239,10 @@ def group_of(settings: Mapping[str, Any]) -> int:
 def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
     for key in ("dynamic", "extra_config"):
-        yield from rules_of(settings, key).values()
+        yield from settings_by_module(settings, key).values()
 
 
-def rules_of(settings: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+def settings_by_module(settings: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
     """Return the settings by module under a key, without those that are no objects."""
     rules = settings.get(key)
     named = rules.items() if isinstance(rules, dict) else ()
@@ -260,7 +254,7 @@ def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
     for key in ("dynamic", "extra_config"):
-        if not (rules := rules_of(settings, key)):
+        if not (rules := settings_by_module(settings, key)):
             continue
         matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
         rule = next((n for n in names if n in rules), None) or next(matching, None)
@@ -297,8 +291,8 @@ def layout_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
 
 
-def unread_gptq(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of settings with this method; None if they are."""
+def find_unread_gptq(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting of this method that is not read; None if all are."""
     layout = "marlin" if settings.get("is_marlin_format") else layout_of(settings)
     if layout not in ("gptq", "gptq_v2"):
         return f"gptq in the layout {layout}"
@@ -306,7 +300,7 @@ def unread_gptq(settings: Mapping[str, Any]) -> str | None:
     return None if bits in WIDTHS else f"gptq with {bits} bits"
 
 
-def unread_auto_round(settings: Mapping[str, Any]) -> str | None:
+def find_unread_auto_round(settings: Mapping[str, Any]) -> str | None:
     """Return what is not read of auto-round's settings; None if they are."""
     packing, bits = str(settings.get("packing_format", "auto_round")), settings.get("bits", BITS)
     kind = str(settings.get("data_type", "int"))
@@ -324,5 +318,5 @@ NAMES = {
     ".scales": f".weight{SCALES}",
     ".g_idx": f".weight{INDEX}",
 }
-METHODS = {"gptq": unread_gptq, "auto-round": unread_auto_round}
+METHODS = {"gptq": find_unread_gptq, "auto-round": find_unread_auto_round}
 READS = "GPTQ and auto-round with 2, 4 or 8 bits"

@@ -162,8 +162,8 @@ def _paths(name: str) -> tuple[str, ...]:
     return path, f"language_model.{path}", path.removeprefix("mtp.")
 
 
-def unread_mlx(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of MLX's settings; None if they are."""
+def find_unread_mlx(settings: Mapping[str, Any]) -> str | None:
+    """Return the first of MLX's settings that is not read; None if all are."""
     rules = (rule for rule in settings.values() if isinstance(rule, Mapping))
     for rule in (settings, *rules):
         if (mode := rule.get("mode", "affine")) not in MODES:
@@ -174,5 +174,5 @@ def unread_mlx(settings: Mapping[str, Any]) -> str | None:
 
 
 NAMES = {".biases": f".weight{BIASES}", ".global_scale": f".weight{GLOBAL}"}
-METHODS = {METHOD: unread_mlx}
+METHODS = {METHOD: find_unread_mlx}
 READS = "MLX (affine, mxfp4, mxfp8, nvfp4)"

@@ -99,8 +99,8 @@ def find_format(
 _row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
 
 
-def unread(settings: Mapping[str, Any]) -> str | None:
-    """Return what is not read of ModelOpt's settings; None if they are."""
+def find_unread_algorithm(settings: Mapping[str, Any]) -> str | None:
+    """Return the first of ModelOpt's settings that is not read; None if all are."""
     algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
     found = [algorithm]
     if algorithm == MIXED and isinstance(layers, Mapping):
@@ -109,6 +109,6 @@ def unread(settings: Mapping[str, Any]) -> str | None:
     return f"modelopt {unknown[0]}" if unknown else None
 
 
-METHODS = {"modelopt": unread}
+METHODS = {"modelopt": find_unread_algorithm}
 NAMES = {".pre_quant_scale": f".weight{INPUTS}"}
 READS = "ModelOpt's NVFP4, FP8, MXFP8 and int4"

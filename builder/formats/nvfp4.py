@@ -84,7 +84,7 @@ class Nvfp4(Format):
         return (shape[-2] // GROUP, 1) if joined == 1 else (1, shape[-1])
 
 
-class Divided(Nvfp4):
+class CompressedTensorsNvfp4(Nvfp4):
     """compressed-tensors' NVFP4, whose second scale divides: it is the reciprocal of ModelOpt's.
 
     W = value * (weight_scale / weight_global_scale), rounded as that package does. Engines hold
@@ -133,4 +133,4 @@ def pack(values: Tensor) -> Tensor:
 
 
 NVFP4 = Nvfp4()
-FORMATS = (NVFP4, Divided())
+FORMATS = (NVFP4, CompressedTensorsNvfp4())

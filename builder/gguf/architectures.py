@@ -13,7 +13,7 @@ import numpy as np
 
 from mtpbuild.builder.gguf.configs import Config, grouped, hybrid, latent
 from mtpbuild.builder.gguf.container import Floats, GgufFile, RawTensor
-from mtpbuild.builder.gguf.mapped import Change, Mapped, Order, Tiles
+from mtpbuild.builder.gguf.mapped import Change, GgufWeight, Order, Tiles
 from mtpbuild.runtime.errors import CheckpointError
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
@@ -113,7 +113,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     return found
 
 
-def list_weights(file: GgufFile) -> Iterator[Mapped]:
+def list_weights(file: GgufFile) -> Iterator[GgufWeight]:
     """Yield the weights of a file as the checkpoint has them, under its names.
 
     A tensor that is unknown keeps its name, so that checking the checkpoint refuses it.
@@ -141,7 +141,7 @@ def _add_norm(file: GgufFile, own: Architecture, tensors: dict[str, RawTensor]) 
 
 def _layer(
     file: GgufFile, own: Architecture, at: str, tensors: dict[str, RawTensor]
-) -> Iterator[Mapped]:
+) -> Iterator[GgufWeight]:
     """Yield the weights of a layer: those made of several tensors, stacks of experts, the rest."""
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
     if "attn_k_b.weight" in tensors and "attn_v_b.weight" in tensors:
@@ -162,7 +162,7 @@ def _layer(
         yield _weight(own, full, tensor, **order)
 
 
-def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> Mapped:
+def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> GgufWeight:
     """Return a weight made from one tensor, with the values that the checkpoint has."""
     shape = tensor.shape
     change: Change | None = None
@@ -175,7 +175,7 @@ def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> Ma
     elif own.factors and "norm" in name and not name.endswith("linear_attn.norm.weight"):
         change = without_one
     as_floats = AS_FLOATS.fullmatch(name) is not None
-    return Mapped(name, shape, (tensor,), change=change, as_floats=as_floats, **order)
+    return GgufWeight(name, shape, (tensor,), change=change, as_floats=as_floats, **order)
 
 
 def _tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
@@ -199,11 +199,11 @@ def _tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
     return {}
 
 
-def _packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[Mapped]:
+def _packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[GgufWeight]:
     """Yield Qwen3-Next's projections, which the checkpoint has one key head after the other."""
     if "ssm_ba.weight" in tensors:
         ba = tensors.pop("ssm_ba.weight")
-        yield Mapped(f"{at}.linear_attn.in_proj_ba.weight", ba.shape, (ba,), as_floats=True)
+        yield GgufWeight(f"{at}.linear_attn.in_proj_ba.weight", ba.shape, (ba,), as_floats=True)
     if not {"attn_qkv.weight", "attn_gate.weight"} <= tensors.keys():
         return
     qkv, z = tensors.pop("attn_qkv.weight"), tensors.pop("attn_gate.weight")
@@ -215,10 +215,10 @@ def _packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[
         start += keys * size
     rows = np.concatenate(kinds, axis=1).ravel()
     shape = (qkv.shape[0] + z.shape[0], qkv.shape[1])
-    yield Mapped(f"{at}.linear_attn.in_proj_qkvz.weight", shape, (qkv, z), rows=rows)
+    yield GgufWeight(f"{at}.linear_attn.in_proj_qkvz.weight", shape, (qkv, z), rows=rows)
 
 
-def _experts(at: str, kind: str, stack: RawTensor) -> Iterator[Mapped]:
+def _experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]:
     """Yield each expert's weight of a stack; gate and up may be one tensor, the gate first."""
     kinds = ("gate", "up") if kind == "gate_up" else (kind,)
     count, rows = stack.shape[0], stack.shape[1] // len(kinds)
@@ -226,14 +226,14 @@ def _experts(at: str, kind: str, stack: RawTensor) -> Iterator[Mapped]:
         for i, each in enumerate(kinds):
             part = slice(i * rows, (i + 1) * rows)
             name, shape = f"{at}.{e}.{each}_proj.weight", (rows, stack.shape[2])
-            yield Mapped(name, shape, (stack,), expert=e, part=part)
+            yield GgufWeight(name, shape, (stack,), expert=e, part=part)
 
 
-def _joined_heads(at: str, keys: RawTensor, values: RawTensor) -> Mapped:
+def _joined_heads(at: str, keys: RawTensor, values: RawTensor) -> GgufWeight:
     """Return kv_b_proj [heads * (nope + v), latent]; the file has keys transposed in each head."""
     heads, rank, nope = keys.shape
     shape = (heads * (nope + values.shape[1]), rank)
-    return Mapped(f"{at}.self_attn.kv_b_proj.weight", shape, (keys, values), change=join_heads)
+    return GgufWeight(f"{at}.self_attn.kv_b_proj.weight", shape, (keys, values), change=join_heads)
 
 
 def join_heads(keys: Floats, values: Floats) -> Floats:

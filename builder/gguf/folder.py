@@ -19,7 +19,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.gguf.architectures import architecture_of, list_weights
 from mtpbuild.builder.gguf.choice import ENDING, HEAD, PROJECTOR, choose_head, choose_model
 from mtpbuild.builder.gguf.container import SHARD, GgufFile, own_path, read_file, shard_paths
-from mtpbuild.builder.gguf.mapped import Mapped
+from mtpbuild.builder.gguf.mapped import GgufWeight
 from mtpbuild.builder.gguf.tokenizer import tokenizer_files, unknown_split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import user_cache_folder
@@ -181,7 +181,7 @@ def _note_tokenizer(file: GgufFile, beside: Path) -> None:
         logger.warning(note, file.path.name, why, TOKENIZER)
 
 
-def weights_in(folder: Path) -> list[Mapped]:
+def weights_in(folder: Path) -> list[GgufWeight]:
     """Return the weights of a folder's GGUF files under the checkpoint's names."""
     return [*list_weights(read_model(folder))]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
-from mtpbuild.builder.formats.format import Decoded
+from mtpbuild.builder.formats.format import GgmlFormat
 from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
 from mtpbuild.builder.lazy_torch import torch
@@ -26,7 +26,7 @@ Order = npt.NDArray[np.intp]
 INTEGERS = {"Q8_0": 8, "Q4_0": 4}
 MINIMA = {kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")}  # with other blocks
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-decoded = cache(Decoded)  # formats are compared by `is`
+decoded = cache(GgmlFormat)  # formats are compared by `is`
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class GgufWeight:
     """A weight as the checkpoint has it, made from one or more tensors of a file.
 
     Tensors are joined along their rows, and put in order; `change` then makes the weight's values
@@ -74,7 +74,7 @@ class Mapped:
 
     @property
     def bits(self) -> int | None:
-        """Return the bits of our own integers that the weight's blocks are; None if it has none."""
+        """Return the bits of our integers whose blocks these are; None if they are others."""
         (kind, *others) = {tensor.type for tensor in self.tensors}
         bits = MINIMA[kind].bits if kind in MINIMA else INTEGERS.get(kind)
         if others or bits is None or self.change is not None or self.as_floats:
@@ -90,7 +90,7 @@ class Mapped:
         kinds = sorted({tensor.type for tensor in self.tensors} - FLOATS.keys())
         return decoded(" and ".join(kinds).lower()) if kinds and not self.as_floats else None
 
-    def entries(self) -> Iterator[tuple[str, Entry, Mapped]]:
+    def entries(self) -> Iterator[tuple[str, Entry, GgufWeight]]:
         """Yield the name, the header entry and the source of each tensor that stores the weight."""
         if (bits := self.bits) is None:
             kinds = {tensor.type for tensor in self.tensors}

@@ -59,7 +59,7 @@ class Case:
             return run_prompts(engine or self.engine, [self.prompts[number] + known], [own])[0]
 
         rounded = rounds_inputs(self.engine.manifest)
-        limits = {"most": ROUNDED, "parted": 1.0} if rounded else {}
+        limits = {"largest_difference": ROUNDED, "diverging_share": 1.0} if rounded else {}
         return compare_texts(ours, theirs, replay, **limits)
 
     def run(

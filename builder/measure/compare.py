@@ -40,19 +40,19 @@ def compare_texts(
     ours: Sequence[TimedAnswer],
     theirs: Sequence[TimedAnswer],
     replay: Replay,
-    most: float = LARGEST_DIFFERENCE,
-    parted: float = DIVERGING_SHARE,
+    largest_difference: float = LARGEST_DIFFERENCE,
+    diverging_share: float = DIVERGING_SHARE,
 ) -> Finding:
     """Compare every token; after a near-tie our engine continues with their token.
 
-    most, parted: the limits, which are wider for engines that round more.
+    The last two are limits, which are wider for engines that round more.
     """
     noise = largest_without_jumps(
         n for pair in zip(ours, theirs, strict=True) for n in logprob_differences(*pair)
     )
     limit = TIE_FACTOR * max(noise, LEAST_NOISE)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
-    if not noise <= most:
+    if not noise <= largest_difference:
         detail = f"log-probabilities of the same tokens are up to {noise:.2g} apart"
         return Finding(False, f"{detail}: other weights, or a wrong cache", figures)
     apart_at_ties = 0
@@ -64,7 +64,7 @@ def compare_texts(
         apart_at_ties += mine.token_ids != other.token_ids
     figures["near_ties"] = apart_at_ties
     detail = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
-    if apart_at_ties > max(1, parted * len(ours)):
+    if apart_at_ties > max(1, diverging_share * len(ours)):
         return Finding(False, f"{detail}: too many part, if only at near-ties", figures)
     near = f", {apart_at_ties} parts at a near-tie" if apart_at_ties else ""
     return Finding(True, detail + near, figures)

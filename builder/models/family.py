@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.graph.style import Attends
-from mtpbuild.builder.models.common.copies import Copy, repeated
+from mtpbuild.builder.models.common.copies import Copy, map_copies
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, layer_state
@@ -80,8 +80,8 @@ class Family:
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], PlainLM]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
-    # The sizes of which a cache row is made, again and again, and whose scales are apart in caches
-    # of int8; (): no such caches.
+    # Sizes of a cache row's parts, repeated up to its width. In int8 caches no scale spans two
+    # parts. (): no int8 caches.
     cache_sections: Callable[[Any], tuple[int, ...]] = lambda c: ()
     modules: str = ""  # prefix of module names before the number; "": layers after the trunk's
     modules_key: str = "num_nextn_predict_layers"  # key in config.json: the number of modules
@@ -100,7 +100,7 @@ class Family:
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
-        return repeated(c, self.copies(c))
+        return map_copies(c, self.copies(c))
 
     def module_name(self, c: ModelConfig, j: int) -> str:
         """Return the name of MTP module j, from 0, in a checkpoint."""

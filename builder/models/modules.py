@@ -95,7 +95,7 @@ def is_module(family: Family, c: ModelConfig, name: str) -> bool:
 
 
 def refuse_stripped(
-    where: object, family: Family, c: ModelConfig, there: int, instead: str = ""
+    where: object, family: Family, c: ModelConfig, there: int, instead: str
 ) -> None:
     """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says.
 

@@ -15,7 +15,7 @@ from mtpbuild.plugins.accept_mixed.op import (
     Verdict,
     accept_mixed,
     draft_number,
-    judge_of,
+    gather_rule_inputs,
     score_drafts,
 )
 from mtpbuild.plugins.accept_rewind.op import best_token
@@ -199,7 +199,7 @@ class KernelAcceptance(MixedAcceptance):
         window, rates = state["window"], self.controls["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
         p = shaped_probs_op(without_banned(logits, at, self.controls), list_controls(self.core()))
-        judged = judge_of(p, window, draft_probs, at, state["thinking"], self.controls)
+        judged = gather_rule_inputs(p, window, draft_probs, at, state["thinking"], self.controls)
         for rule in self.rules:
             assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
             accepts = rule.kernel(judged) & (judged.p_draft > 0)

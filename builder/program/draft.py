@@ -2,7 +2,7 @@
 
 Eagle runs one module K times, vanilla runs K modules; docs/architecture.md has the derivation. A
 module's input at slot p joins Emb(t_{p+k}) and the hidden state of slot p; the family decides
-whether hidden states are normed (`MTPRules`).
+whether hidden states are normed (`ModuleInputs`).
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Choice, Rows, State, select_token
+from mtpbuild.builder.models.common.layers import Choice, Positions, State, select_token
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
 from mtpbuild.plugins import take_rows
@@ -29,7 +29,7 @@ class AcceptedTokens:
     n: Tensor  # [B] how many were emitted; 0 in an inactive slot
     lengths: Tensor  # [B] M, after this step: t_M is the newest token
     active: Tensor  # [B] bool
-    rows: Rows  # positions of the window
+    rows: Positions  # positions of the window
     choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V], k from 1 -> draft k [B, 1]
     draft: Callable[[int, Tensor, int], Tensor]  # j, hidden [B, 1, E] of module j, k -> draft k
 
@@ -53,7 +53,7 @@ class Drafter:
         raise NotImplementedError
 
     def prefill(
-        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         """Return the new states after a chunk: tokens [1, T + lookahead], hidden [1, T, E]."""
         return {}
@@ -84,7 +84,7 @@ class Eagle(Drafter):
         return torch.cat(drafts, dim=1), {module_rows(0): cache}
 
     def prefill(
-        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         module = model.module(0)
         x = model.draft_input(0, tokens[:, 1:], hidden, rows)
@@ -136,7 +136,7 @@ class Vanilla(Drafter):
         return torch.cat(drafts, dim=1), caches | past
 
     def prefill(
-        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
@@ -202,7 +202,7 @@ class CheckedDrafter(Drafter):
         return drafts, self._checked(new)
 
     def prefill(
-        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         return self._checked(
             self.drafter.prefill(model, ReadableStates(state, self.name), tokens, hidden, rows)

@@ -1,7 +1,7 @@
 """Write the weights files of an engine, once for all engines of a build."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -13,7 +13,8 @@ from mtpbuild.builder.formats import entry_of
 from mtpbuild.builder.formats.integers import coarse_blocks, coarse_note
 from mtpbuild.builder.models.common.weight import Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, count_words
-from mtpbuild.builder.weights.placed import Placed, read_places, write_weights
+from mtpbuild.builder.stages import Watch, ignore
+from mtpbuild.builder.weights.placed import ByteRange, read_places, write_weights
 from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 class WrittenWeights:
     """The weights file of one rank: the places of its tensors, and its hash."""
 
-    places: dict[str, Placed]
+    places: dict[str, ByteRange]
     sha256: str
 
 
@@ -33,7 +34,7 @@ class EngineWeights:
     """The weights files of a model's ranks, written once for all engines of a build."""
 
     model: OpenedModel
-    watch: Callable[[str], None] = lambda stage: None
+    watch: Watch = ignore
     written: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
 
     def write(

@@ -129,8 +129,7 @@ def open_model(
 
     layers: the slice that `config` describes, if any. drafts: whether MTP modules are needed.
     draft_ids: the tokens that drafts are chosen from, () for all. brought: files of a drafter's own
-    weights. device: "meta" if no weight's
-    value will be read. Raises CheckpointError.
+    weights. device: "meta" if no weight's value will be read. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers, source.mtp)

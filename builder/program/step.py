@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows, State
+from mtpbuild.builder.models.common.layers import Positions, State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, RanksAcceptance
 from mtpbuild.builder.program.draft import AcceptedTokens, Drafter
 from mtpbuild.builder.program.window import Window
@@ -161,7 +161,7 @@ class PrefillProgram(nn.Module):
             new |= self.drafter.prefill(self.model, state, known, hidden, rows)
         return {name: new[name] for name in state}, hidden
 
-    def rows(self, start: Tensor, tokens: Tensor) -> Rows:
+    def rows(self, start: Tensor, tokens: Tensor) -> Positions:
         return replace(self.model.rope(start, tokens.shape[1]), expand=self.expand)
 
 

@@ -21,7 +21,7 @@ CHUNKED = ("tokens", "following", HIDDEN, *SCORES)
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedProgram:
     """An exported program, and the specs of its inputs and outputs in order."""
 
     name: str
@@ -41,7 +41,7 @@ class Traced:
         return ProgramSpec(file=file, temporary=temporary, **specs)
 
 
-def trace(program: Program, plan: Plan) -> Traced:
+def trace(program: Program, plan: Plan) -> TracedProgram:
     """Export a program as one graph.
 
     The sizes that vary are `rows` (the cache rows in use), the `chunk` of a prefill, and the
@@ -84,7 +84,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     signature, names = exported.graph_signature, (*program.state, *program.arguments)
     inputs = tuple(map(_spec, names, (values[name] for name in signature.user_inputs)))
     outputs = tuple(map(_spec, program.outputs, (values[name] for name in signature.user_outputs)))
-    return Traced(program.name, exported, inputs, outputs, plan)
+    return TracedProgram(program.name, exported, inputs, outputs, plan)
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows, State
+from mtpbuild.builder.models.common.layers import Positions, State
 from mtpbuild.plugins import take_rows
 
 
-def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
+def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Positions:
     """Return the positions of `tokens` tokens of each active slot, from start [B] on.
 
     An inactive slot computes too: it reads no rows, and writes its rows at the end of the `bound`
@@ -57,7 +57,7 @@ class Window:
     def size(self) -> int:
         return self.tokens.shape[1]
 
-    def rows(self, model: CausalLM, active: Tensor) -> Rows:
+    def rows(self, model: CausalLM, active: Tensor) -> Positions:
         """Return the window's positions M .. M + nextn; each attends to those up to itself."""
         bound = model.bound_rows(self.state)
         return rows_of(model, self.state["lengths"], self.size, active, bound)

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import install
+from mtpbuild.runtime.errors import advise_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ Interval = tuple[float, float | None, float | None]  # a value and both ends, wh
 def why_no_pictures() -> str | None:
     """Return why nothing can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
-        return f"pictures need matplotlib, which is not installed: {install('bench')}"
+        return f"pictures need matplotlib, which is not installed: {advise_install('bench')}"
     return None
 
 

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.contract.targets import find_target, names
+from mtpbuild.runtime.contract.targets import find_target, target_names
 
 
 def load_target(name: str) -> Target:
@@ -18,7 +18,7 @@ def load_target(name: str) -> Target:
 
 
 def all_targets() -> Iterator[Target]:
-    return map(load_target, names())
+    return map(load_target, target_names())
 
 
 def targets_that(can: Callable[[Target], bool]) -> str:

@@ -34,7 +34,12 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
 from mtpbuild.runtime.contract.manifest import CrossCompiled
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError, install
+from mtpbuild.runtime.errors import (
+    BuildError,
+    MissingDependencyError,
+    MtpbuildError,
+    advise_install,
+)
 
 # These settings keep the compiler from measuring or computing on the GPU.
 OPTIONS: dict[str, Any] = {
@@ -93,7 +98,7 @@ def headers() -> Path:
         if all((place / name).is_file() for name in HEADERS):
             return place
     raise MissingDependencyError(
-        f"--compute-capability needs CUDA's headers: {install('cross-cuda')}"
+        f"--compute-capability needs CUDA's headers: {advise_install('cross-cuda')}"
     )
 
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import needs
+from mtpbuild.builder.checks import needs, one_of
 from mtpbuild.builder.graph.pipelines import INDUCTOR, INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
@@ -56,8 +56,7 @@ class Inductor(Target):
             ("--dtype", options.dtype, DTYPES),
             ("--allreduce-strategy", options.allreduce_strategy, STRATEGIES),
         ):
-            if value not in known:
-                raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
+            one_of(value, known, name)
         check_capability(options)
         if options.allreduce_strategy != STRATEGIES[0] and (
             options.device != "cuda" or not 1 < request.ranks.tp <= RANKS

@@ -29,13 +29,13 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.graph.pipelines import INDUCTOR
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import run_passes
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.contract.manifest import CONSTANTS, AllreduceStrategy, TargetInfo
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
@@ -80,7 +80,9 @@ def check(plan: Plan) -> None:
     except InvalidCxxCompiler:
         compiler = ""
     if on_gpu and find_spec("triton") is None:
-        raise MissingDependencyError(f"target inductor on a GPU needs triton: {install('triton')}")
+        raise MissingDependencyError(
+            f"target inductor on a GPU needs triton: {advise_install('triton')}"
+        )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
     if cross:
@@ -137,7 +139,7 @@ def shared_kernels() -> Iterator[None]:
         yield
 
 
-def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Write the package, and the constants that no checkpoint holds; return the package's name."""
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
@@ -216,8 +218,8 @@ def check_parts(parts: Iterable[Path]) -> None:
 
 
 def _write_constants(
-    traced: Traced,
-    weights: Mapping[str, Placed],
+    traced: TracedProgram,
+    weights: Mapping[str, ByteRange],
     folder: Path,
     values: Mapping[str, Any] | None = None,
 ) -> None:

@@ -20,14 +20,14 @@ from mtpbuild import plugins
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import trt_compile
 from mtpbuild.builder.targets.passes import run_passes
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, first_line, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install, first_line
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt"
@@ -71,7 +71,7 @@ def info(plan: Plan) -> TargetInfo:
     return trt_compile.gpu_info(NAME, plan)
 
 
-def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Write the engine and the names of its weight inputs; return the engine's file name."""
     values = load_file(folder / WEIGHTS)  # memory-mapped
     engine, stripped, shared = compile_program(traced, values)
@@ -102,7 +102,8 @@ def torch_tensorrt() -> ModuleType:
 
 
 def _needs(package: str) -> str:
-    return f"building for target {NAME} needs {package}: {install('tensorrt,tensorrt-build,build')}"
+    advice = advise_install("tensorrt,tensorrt-build,build")
+    return f"building for target {NAME} needs {package}: {advice}"
 
 
 def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -144,7 +145,7 @@ def all_reduce(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def compile_program(
-    traced: Traced, values: Mapping[str, torch.Tensor]
+    traced: TracedProgram, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
     """Compile an engine; return its bytes, the stripped constants and its weight inputs.
 
@@ -174,7 +175,7 @@ def compile_program(
         return engine, stripped, sorted(constants.given)
 
 
-def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
+def convert(traced: TracedProgram, values: Mapping[str, torch.Tensor]) -> Any:
     """Convert a program; return Torch-TensorRT's interpreter with builder, network and constants.
 
     The network's tensors have the manifest's names. The weights that our kernels read are further
@@ -207,7 +208,7 @@ def settings() -> Any:
     return torch_tensorrt().CompilationSettings(truncate_double=True, min_block_size=1)
 
 
-def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
+def _interpret(exported: ExportedProgram, traced: TracedProgram, shared: Mapping[int, str]) -> Any:
     """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
     compilation = settings()
     module = lowering().post_lowering(exported.module(), compilation)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import onnx_graph, trt_compile
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
@@ -24,7 +24,7 @@ def info(plan: Plan) -> TargetInfo:
     return trt_compile.gpu_info(NAME, plan)
 
 
-def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Write the engine of a program from its ONNX graph; return the engine's file name."""
     graph = folder / onnx_graph.lower(traced, weights, folder)
     file = f"{traced.name}.engine"

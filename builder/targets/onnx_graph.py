@@ -14,17 +14,17 @@ import onnx_ir as ir
 import torch
 
 from mtpbuild import plugins
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.passes import dump_graph, run_passes
 from mtpbuild.builder.targets.passes.onnx_graph import FOLD_LIMIT
 from mtpbuild.builder.targets.quick_export import quick_export
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
 OPSET = 24  # the first with TensorScatter
 
 
-def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Write the program beside the weights file; return its file's name."""
     model = _export(traced)
     parameters = _detach_weights(model, weights)
@@ -38,7 +38,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     return file
 
 
-def _export(traced: Traced) -> ir.Model:
+def _export(traced: TracedProgram) -> ir.Model:
     # These loggers warn of a missing torchvision and of detached weights.
     for noisy in ("torch.onnx", "onnx_ir"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -58,7 +58,7 @@ def _export(traced: Traced) -> ir.Model:
     return program.model
 
 
-def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
+def _translations(traced: TracedProgram) -> dict[Any, Callable[..., Any]]:
     """Return the translations of our ops, and of PyTorch's operators that we export differently."""
     pipeline = traced.plan.style.pipeline
     if not pipeline.cpu_library:
@@ -68,7 +68,7 @@ def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
     return plugins.facets({**plugins.NODE_FACETS, **pipeline.ops}) | PYTORCH
 
 
-def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:
+def _detach_weights(model: ir.Model, weights: Mapping[str, ByteRange]) -> dict[str, ir.Value]:
     """Drop the parameters' values, so that no pass reads, folds or merges them."""
     parameters = {}
     for name, value in model.graph.initializers.items():
@@ -80,7 +80,7 @@ def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str,
     return parameters
 
 
-def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.ExternalTensor:
+def _external(name: str, value: ir.Value, place: ByteRange, folder: Path) -> ir.ExternalTensor:
     """Return a reference into the engine's weights file, so that no weight is stored twice."""
     return ir.ExternalTensor(
         WEIGHTS,

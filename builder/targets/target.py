@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.program.programs import Program
-    from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.weights.placed import Placed
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")
@@ -92,7 +92,7 @@ class Target:
         except (BuildError, MissingDependencyError) as error:
             yield str(error)
 
-    def trace(self, program: "Program", plan: "Plan") -> "Traced":
+    def trace(self, program: "Program", plan: "Plan") -> "TracedProgram":
         """Export the program as one graph, and run the first passes on it."""
         from mtpbuild.builder.program.trace import trace
         from mtpbuild.builder.targets.passes import dump_graph, run_passes
@@ -102,7 +102,9 @@ class Target:
         exported = run_passes(plan.style.pipeline.passes, traced.exported, traced)
         return replace(traced, exported=exported)
 
-    def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
+    def lower(
+        self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
+    ) -> str:
         """Write the program beside the weights file in `folder`; return the file's name."""
         file: str = import_module(self.lowering).lower(traced, weights, folder)
         return file

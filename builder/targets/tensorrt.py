@@ -6,10 +6,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.checks import one_of
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
+from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ class TensorRt(Target):
     ranks_share_programs = False  # a network is built with its rank's weights, even if stripped
 
     def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
-        if options.dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise UsageError(f"--dtype {options.dtype} is unknown; supported: {known}")
+        one_of(str(options.dtype), DTYPES, "--dtype")
 
     def compute_capabilities(
         self, request: "BuildRequest", options: TensorRtOptions

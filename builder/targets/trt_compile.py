@@ -104,7 +104,7 @@ def strip(
     return others
 
 
-def place(version: str, capability: str) -> Path:
+def timing_cache_path(version: str, capability: str) -> Path:
     """Return the path of the timing cache, below XDG_CACHE_HOME or ~/.cache."""
     return user_cache_folder() / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
@@ -116,7 +116,7 @@ def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None
     Later builds then measure only new layers. A file of another GPU, or a damaged one, is replaced.
     If the file can't be read or written, a note says so, and the build only takes longer.
     """
-    path = place(trt.__version__, capability)
+    path = timing_cache_path(trt.__version__, capability)
     with _noted(path):
         known = path.read_bytes() if path.exists() else b""
         cache = config.create_timing_cache(known)

@@ -37,7 +37,7 @@ class RecycledRows:
 
 
 @contextmanager
-def recycled(module: nn.Module) -> Iterator[None]:
+def recycle_rows(module: nn.Module) -> Iterator[None]:
     """Let a module's passes in the block attend to those before them."""
     attentions = [part for part in module.modules() if isinstance(part, PlainAttention)]
     for part in attentions:
@@ -62,7 +62,7 @@ def run_chain(
             hidden = plain.mtp(k, tokens[:, k:], hidden[:, : T - k])
             yield k, hidden
         return
-    with recycled(plain.module(1)):
+    with recycle_rows(plain.module(1)):
         hidden = hidden[:, :-1]
         for earlier in range(nextn):
             hidden = plain.mtp(1, tokens[:, 1:], hidden)

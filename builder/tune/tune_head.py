@@ -20,7 +20,7 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import identity
 from mtpbuild.builder.compiler.job import Job, prepare
 from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
-from mtpbuild.builder.compiler.quantize import check_place, write_json
+from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.engine.staged import staged_folder
 from mtpbuild.builder.flags import TuneFlags
@@ -36,7 +36,7 @@ from mtpbuild.builder.tune.training import DTYPES, Trainer, Training, batches_of
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.builder.weights.streamed import Step, Steps, StreamedModel, make_batches
+from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel, make_batches
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cli.input_file import (
     FileRequest,
@@ -170,7 +170,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
         raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
     in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
     job = prepare(request.build_request())
-    check_place(request.out, job.source.folder, force=request.force)
+    refuse_taken_folder(request.out, job.source.folder, force=request.force)
     drafter = next(iter(job.plans.values())).drafter
     if drafter not in (EAGLE, VANILLA):
         raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
@@ -270,12 +270,12 @@ def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stag
     def norm(hidden: Iterable[Tensor], parts: Parts) -> Iterator[Tensor]:
         yield from (x.to(dtype) for x in model.run_norm(hidden))
 
-    steps: list[tuple[str, Step]] = [
+    steps: list[tuple[str, LayerPass]] = [
         (f"hidden states of layer {i}", partial(layer, i))
         for i in range(model.config.num_hidden_layers)
     ]
     steps.append(("hidden states, normed", norm))
-    run = Steps(folder, stages.watch)
+    run = LayerPasses(folder, stages.watch)
     with torch.no_grad():
         run.run(steps)
     return run.files(len(steps) - 1)

@@ -33,7 +33,7 @@ from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
 from mtpbuild.runtime.contract.rules import find_rule, rules_of, why_missing
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
-from mtpbuild.runtime.errors import install
+from mtpbuild.runtime.errors import advise_install
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
@@ -118,7 +118,7 @@ def find_checkpoint(case: VerifyCase) -> Path:
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
-    missing = f"PyTorch is not installed: {install('build')}"
+    missing = f"PyTorch is not installed: {advise_install('build')}"
     with explain_missing(manifest, "--model", missing):
         source = find_model(
             case.checkpoint or manifest.whole_model,

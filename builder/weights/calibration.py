@@ -23,7 +23,7 @@ from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.gptq import correct_errors, encode_calibrated
 from mtpbuild.builder.weights.requantised import Parts, Requantised
 from mtpbuild.builder.weights.stored import PIECE
-from mtpbuild.builder.weights.streamed import Step, Steps, StreamedModel
+from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel
 
 TILE = 1024  # rows of a sum that are added to together
 LEAST_TOKENS = 128  # a weight that fewer tokens reach, such as a rare expert's, is not calibrated
@@ -35,7 +35,7 @@ Hidden = Iterable[Tensor]  # [B, T, E] of each batch
 class InputSums:
     """For each product the sum of x x^T over its inputs x; products with the same input share it.
 
-    Of a sum the upper triangle counts, and what is below it in the tiles on the diagonal.
+    Of a sum only the upper triangle is valid, and the whole tiles on its diagonal.
 
     sums, counts: by the first of the products that share an input.
     """
@@ -69,9 +69,13 @@ class InputSums:
         try:
             yield
         finally:
-            self._seen.clear()
+            self.end_batch()
             for each in hooks:
                 each.remove()
+
+    def end_batch(self) -> None:
+        """Forget which inputs were added: equal memory holds others in the next batch."""
+        self._seen.clear()
 
     def shares(self) -> Iterator[tuple[Tensor, list[str]]]:
         """Yield what `correct_errors` returns for each input of enough tokens, and its products."""
@@ -97,7 +101,7 @@ class Calibration:
     @torch.no_grad()
     def run(self) -> Requantised:
         """Calibrate what an earlier run left, and return the view with all calibrated weights."""
-        steps, run = [*self._steps()], Steps(self.folder, self.watch)
+        steps, run = [*self._steps()], LayerPasses(self.folder, self.watch)
         run.run(steps)
         files = dict[str, Path]()
         for number in range(len(steps)):
@@ -111,7 +115,7 @@ class Calibration:
         """The weights to calibrate."""
         return [name for name in self.view.formats if self._wanted(name)]
 
-    def _steps(self) -> Iterator[tuple[str, Step]]:
+    def _steps(self) -> Iterator[tuple[str, LayerPass]]:
         """Yield a name and a function for each step."""
         c = self.config
         for i in range(c.num_hidden_layers):
@@ -143,7 +147,7 @@ class Calibration:
         for x in self.model.run_norm(hidden):
             if self._wanted(HEAD):
                 sums.add(HEAD, plain.logits(x))
-                sums._seen.clear()
+                sums.end_batch()
             yield x
         rows = self.view.source.rows
         parts |= self._encode(sums, lambda name: rows(name))

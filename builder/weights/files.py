@@ -19,7 +19,7 @@ from mtpbuild.builder.formats import Format, own_name
 from mtpbuild.builder.gguf.container import own_path
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, weights_in
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.made import Made, made_weights
+from mtpbuild.builder.weights.made import ConvertedWeight, made_weights
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import Header
@@ -46,7 +46,7 @@ def collect_tensors(
         if entry.name in files:
             other = files[entry.name]
             raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name], found = entry.file, entries(entry)
+        files[entry.name], found = entry.file, text_weights(entry)
         if twice := found.keys() & tensors.keys():
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
@@ -58,11 +58,11 @@ def collect_tensors(
 
 
 @dataclass(frozen=True)
-class Undone:
+class RestoredSource:
     """A weight that MLX's conversion changed, as it was."""
 
     checkpoint: Checkpoint
-    made: Made
+    made: ConvertedWeight
 
     @property
     def format(self) -> Format | None:
@@ -80,7 +80,7 @@ def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
         entry = tensors[next(iter(made.sources))]
         for name in checkpoint.check_sources(made):
             tensors.pop(name, None)
-        undone = Undone(checkpoint, made)
+        undone = RestoredSource(checkpoint, made)
         tensors[made.name] = FileEntry("F32", made.shape, entry.file, made.name, source=undone)
     return replace(checkpoint, tensors=tensors)
 
@@ -113,7 +113,7 @@ def gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
             yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
 
 
-def entries(entry: FileEntry) -> dict[str, FileEntry]:
+def text_weights(entry: FileEntry) -> dict[str, FileEntry]:
     """Return the text model's weights in one tensor of a file, by name."""
     name = text_name(entry.name)
     if name is None:

@@ -19,7 +19,7 @@ PLAIN = "linear_attn.norm.weight"  # the only norm of Qwen's that holds its fact
 
 
 @dataclass(frozen=True)
-class Made:
+class ConvertedWeight:
     """A weight that is made from others: their shapes, and what makes it from their values."""
 
     name: str
@@ -30,7 +30,7 @@ class Made:
 
 def made_weights(
     tensors: Mapping[str, Entry], settings: Mapping[str, Any], model_type: str
-) -> Iterator[Made]:
+) -> Iterator[ConvertedWeight]:
     """Yield the checkpoint's weights that MLX's conversion changed; none of other checkpoints.
 
     Norms of Qwen3.5 hold their factors if convolutions are transposed, and in files of a head alone
@@ -41,9 +41,11 @@ def made_weights(
     for name, entry in tensors.items():
         if name in turned:
             shape = entry.shape[0], 1, entry.shape[1]
-            yield Made(name, shape, {name: entry.shape}, lambda taps: taps.swapaxes(1, 2))
+            yield ConvertedWeight(
+                name, shape, {name: entry.shape}, lambda taps: taps.swapaxes(1, 2)
+            )
         elif is_norm(name) and (turned or (alone and not name.startswith("mtp."))):
-            yield Made(name, entry.shape, {name: entry.shape}, lambda factor: factor - 1)
+            yield ConvertedWeight(name, entry.shape, {name: entry.shape}, lambda factor: factor - 1)
         elif name.endswith(FIRST):
             yield _joined_heads(name.removesuffix(FIRST), tensors, settings)
 
@@ -56,7 +58,9 @@ def is_norm(name: str) -> bool:
     return "norm" in name and name.endswith(".weight") and not name.endswith(PLAIN)
 
 
-def _joined_heads(at: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]) -> Made:
+def _joined_heads(
+    at: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]
+) -> ConvertedWeight:
     """Return kv_b_proj [heads * (nope + v), latent]."""
     heads = 0
     while f"{at}{KEYS}{heads}.weight" in tensors:
@@ -64,7 +68,9 @@ def _joined_heads(at: str, tensors: Mapping[str, Entry], settings: Mapping[str, 
     names = (f"{at}{kind}{i}.weight" for kind in (KEYS, VALUES) for i in range(heads))
     sources = {name: _shape_of(name, tensors, settings) for name in names}
     (latent, nope), (rows, _) = (sources[f"{at}{kind}0.weight"] for kind in (KEYS, VALUES))
-    return Made(f"{at}kv_b_proj.weight", (heads * (nope + rows), latent), sources, join_heads)
+    return ConvertedWeight(
+        f"{at}kv_b_proj.weight", (heads * (nope + rows), latent), sources, join_heads
+    )
 
 
 def _shape_of(name: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]) -> Shape:

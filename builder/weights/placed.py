@@ -18,7 +18,7 @@ SHARD_LIMIT = 5 * 10**9  # bytes of tensors in a file
 
 
 @dataclass(frozen=True)
-class Placed:
+class ByteRange:
     """The place of a tensor's bytes in its file."""
 
     offset: int
@@ -97,14 +97,14 @@ def raw(tensor: Tensor) -> memoryview:
 
 def write_weights(
     path: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
-) -> dict[str, Placed]:
+) -> dict[str, ByteRange]:
     """Write tensors to one file, in the order and dtypes of `entries`; return their places."""
     write_shards(path.parent, [Shard(path.name, entries, metadata=False)], tensors)
     return read_places(path)
 
 
-def read_places(path: Path) -> dict[str, Placed]:
+def read_places(path: Path) -> dict[str, ByteRange]:
     """Return the places of the tensors in a file that `write_weights` wrote."""
     header, _, start = read_header(path)
     spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
-    return {name: Placed(start + begin, end - begin) for name, (begin, end) in spans.items()}
+    return {name: ByteRange(start + begin, end - begin) for name, (begin, end) in spans.items()}

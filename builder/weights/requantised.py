@@ -121,7 +121,7 @@ def requantise(
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
         source = checkpoint.tensors[name]
-        for suffix, entry in entries(checkpoint, stored, format).items():
+        for suffix, entry in stored_parts(checkpoint, stored, format).items():
             tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
     kept = checkpoint.folder, tensors, checkpoint.tower, checkpoint.settings
     return Requantised(*kept, checkpoint, formats, tuple(unfit))
@@ -134,7 +134,7 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | N
     return format if format is not None and format.fits(stored.shape) else None
 
 
-def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
+def stored_parts(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
     """Return the tensors that store a weight, by suffix; a weight that is dequantised is bf16."""
     if format is not None:
         return format.parts(stored.shape)

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
 
+from mtpbuild.builder.checks import one_of
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
@@ -203,8 +204,7 @@ def calibrated_scheme(scheme: AnyScheme, own: bool, text: Path | None) -> AnySch
 
 def parse_format(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
     """Return the format that a flag names; None for bf16 and none. Raises UsageError."""
-    if value not in choices:
-        raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
+    one_of(value, choices, flag)
     return None if value in (UNQUANTISED, AS_STORED) else value
 
 

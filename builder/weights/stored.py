@@ -35,7 +35,7 @@ from mtpbuild.builder.models.modules import (
     stored_modules,
     sure_modules,
 )
-from mtpbuild.builder.weights.made import Made
+from mtpbuild.builder.weights.made import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -328,7 +328,7 @@ class Checkpoint:
         module = name.removesuffix("weight")
         return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
 
-    def check_sources(self, made: Made) -> set[str]:
+    def check_sources(self, made: ConvertedWeight) -> set[str]:
         """Check the weights that a weight is made of; return the names of all their parts."""
         missing = made.sources.keys() - self.tensors.keys()
         self._refuse(missing, "missing tensor")

@@ -25,7 +25,7 @@ from mtpbuild.runtime.errors import UsageError
 BATCH = 2048  # most tokens that go through a layer together
 # A step takes the hidden states [B, T, E] of each batch and yields the next ones, one batch at a
 # time. What else it computes it puts into the parts.
-Step = Callable[[Iterable[Tensor], Parts], Iterator[Tensor]]
+LayerPass = Callable[[Iterable[Tensor], Parts], Iterator[Tensor]]
 
 
 class KnownEmbedding(nn.Module):
@@ -107,7 +107,7 @@ class StreamedModel:
 
 
 @dataclass(frozen=True)
-class Steps:
+class LayerPasses:
     """Steps through a model, each with a folder of its own for a file per batch.
 
     A run that was cut off goes on from its last whole step.
@@ -116,7 +116,7 @@ class Steps:
     folder: Path
     watch: Watch
 
-    def run(self, steps: Sequence[tuple[str, Step]]) -> None:
+    def run(self, steps: Sequence[tuple[str, LayerPass]]) -> None:
         """Run what an earlier run left of these named steps."""
         start, done = time.monotonic(), self._finished()
         for number, (name, step) in enumerate(steps[done:], done):

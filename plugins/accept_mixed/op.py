@@ -48,7 +48,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RuleInputs:
     """The inputs of a rule from another package; row j judges draft j (from 0) of the window."""
 
     p: Tensor  # [B, T, V] the model's distribution as the request shapes it; unshaped if greedy
@@ -91,7 +91,7 @@ def accept_mixed(
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
     operands = (p, window, draft_probs, real, numbers)
     target, margins, kept = _choose_targets(logits, operands, controls)
-    judged = judge_of(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
+    judged = gather_rule_inputs(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
     n = torch.ones_like(lengths)
     if T > 1:
         good = _accept(judged, window, target, kept)
@@ -212,7 +212,7 @@ def _draw_nothing(
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
-def _accept(judged: Judged, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+def _accept(judged: RuleInputs, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
     """Return whether each row's draft is kept [B, T] if all before it are; kept: by chance."""
     controls = judged.controls
     sampled = controls["temperature"][:, None] > 0
@@ -230,7 +230,7 @@ def _drafts_of(window: Tensor) -> Tensor:
     return torch.cat([window[:, 1:], window[:, :1]], dim=1)
 
 
-def judge_of(
+def gather_rule_inputs(
     p: Tensor,
     window: Tensor,
     draft_probs: Tensor,
@@ -238,7 +238,7 @@ def judge_of(
     thinking: Tensor,
     controls: Controls,
     numbers: Tensor | None = None,
-) -> Judged:
+) -> RuleInputs:
     """Gather the inputs of rules; at [B, T]: the positions that the rows decide.
 
     numbers [B, T]: those that accept drafts, if they have been gathered.
@@ -248,12 +248,12 @@ def judge_of(
     if numbers is None:
         numbers = controls["uniforms"][:, ACCEPT].gather(1, at)
     phases = _find_phases(window, thinking, controls["thinking_ids"])
-    return Judged(p, p_draft, drafts, draft_probs, numbers, phases, controls)
+    return RuleInputs(p, p_draft, drafts, draft_probs, numbers, phases, controls)
 
 
 def _apply_rule(
     rule: Rule,
-    judged: Judged,
+    judged: RuleInputs,
     numbers: Tensor,
     real: Tensor,
     others: tuple[Tensor, Tensor, Tensor],
@@ -281,7 +281,7 @@ def _apply_rule(
 
 def _decide_by(rule: Rule) -> Branch:
     def decide(*operands: Any) -> tuple[Tensor, ...]:
-        judged = Judged(*operands[:-1])
+        judged = RuleInputs(*operands[:-1])
         choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
         return tuple(each.clone() for each in (rule.keeps(judged), *choice))
 
@@ -297,10 +297,10 @@ def _decide_nothing(rule: Rule) -> Branch:
     return decide
 
 
-def _is_near(judged: Judged) -> Tensor:
+def _is_near(judged: RuleInputs) -> Tensor:
     """Return [B, T]: whether relaxed mode keeps the draft, by its rank and distance in p."""
     p, drafts = judged.p, judged.drafts[..., None]
-    p_draft = p.gather(-1, drafts)  # as in `judge_of`, so that a graph has it once
+    p_draft = p.gather(-1, drafts)  # as in `gather_rule_inputs`, so that a graph has it once
     ids = torch.arange(p.shape[-1], device=p.device)
     rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
     gap = p.amax(-1) - judged.p_draft

@@ -100,13 +100,12 @@ def pairs_of_floats(weight: Tensor) -> Tensor:
     return torch.stack([*panels], dim=-2).flatten(-3)
 
 
-def gates_then_ups(rows: Tensor, axis: int = 1) -> Tensor:
-    """Reorder outputs gate, up, gate, .. [.., 2 I, ..] to 32 gates, their ups, the next 32 gates.
+def gates_then_ups(rows: Tensor) -> Tensor:
+    """Reorder outputs gate, up, gate, .. [X, 2 I, ..] to 32 gates, their ups, the next 32 gates.
 
     I is a multiple of 32.
     """
-    pairs = rows.unflatten(axis, (-1, PANEL, 2)).transpose(axis + 1, axis + 2)
-    return pairs.flatten(axis, axis + 2)
+    return rows.unflatten(1, (-1, PANEL, 2)).transpose(2, 3).flatten(1, 3)
 
 
 def unpacked_values(packed: Tensor, outputs: int) -> Tensor:

@@ -20,9 +20,9 @@ from mtpbuild.runtime.cli.sampling_flags import (
     read_flags,
     sampling_params,
 )
-from mtpbuild.runtime.contract.target_options import changed, load_options, option_flags
+from mtpbuild.runtime.contract.target_options import list_changed_flags, load_options, option_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
-from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, grouped
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, group_flags
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 
 
 @error_line
-@grouped
+@group_flags
 def run(
     context: typer.Context,
     sampling: RunFlags,
@@ -149,7 +149,7 @@ def run(
                 warm=[params],
                 chat_template=chat_template,
                 prefix_cache=talks,  # each turn of a conversation extends the last one
-                **changed(load_flags),
+                **list_changed_flags(load_flags),
             )
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
@@ -174,7 +174,7 @@ def run(
 
 
 @error_line
-@grouped
+@group_flags
 def inspect(
     engine: Annotated[Path, Argument(help="Engine directory.")],
     json: bool = flag(False, "As one JSON object."),
@@ -195,7 +195,7 @@ def inspect(
 
 
 @error_line
-@grouped
+@group_flags
 def diff(
     a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
     b: Annotated[Path, Argument(help="Another one of the same requests.")],

@@ -14,7 +14,7 @@ from mtpbuild.runtime.cli.terminal import summary
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError, UsageError
-from mtpbuild.runtime.files import read_text
+from mtpbuild.runtime.files import read_text, replace_file
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
@@ -145,13 +145,10 @@ class Conversation:
             raise UsageError(f"/save {path}: it exists; give a new file")
         opening = [] if self.system is None else [_system(self.system)]
         line = {"messages": [*opening, *self.messages], **self.options}
-        half = path.with_name(f".{path.name}.half")
         try:
-            half.write_text(json.dumps(line) + "\n", encoding="utf-8")
-            half.replace(path)
+            with replace_file(path) as file:
+                file.write(f"{json.dumps(line)}\n".encode())
         except OSError as error:
-            with suppress(OSError):
-                half.unlink(missing_ok=True)
             raise UsageError(f"/save {path}: can't be written ({error.strerror})") from None
         self._place = path
         self.say(f"saved in {path}; turns: {_count_questions(self.messages)}")

@@ -11,11 +11,11 @@ from typer import Argument
 
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, group_flags
 
 
 @error_line
-@grouped
+@group_flags
 def list_engines(json: bool = flag(False, "One JSON object per engine.")) -> None:
     """List the engines under engines/: model, drafts, weights, size, context and last use."""
     from mtpbuild.runtime.cli import engines
@@ -32,7 +32,7 @@ def list_engines(json: bool = flag(False, "One JSON object per engine.")) -> Non
 
 
 @error_line
-@grouped
+@group_flags
 def remove_engine(
     name: Annotated[Path, Argument(help="Name under engines/, or an engine's folder.")],
     yes: bool = flag(False, "Do not ask."),

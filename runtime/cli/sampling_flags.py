@@ -21,6 +21,7 @@ from mtpbuild.runtime.configuration.read import (
 from mtpbuild.runtime.configuration.settings import (
     CHECKS,
     NOTES,
+    SWITCH,
     Configuration,
     Given,
     checked,
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
 Field = tuple[str, Any, Any]
 GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict: nothing is drawn"
 HINTS = get_type_hints(SamplingParams)
-SWITCH = "use_relaxed_acceptance_for_thinking"
-RELAXED = ("relaxed_topk", "relaxed_delta")
+RELAXED_FLAGS = ("relaxed_topk", "relaxed_delta")
 
 
 def flag_field(name: str, hint: Any, setting: Setting) -> Field:
@@ -61,7 +61,7 @@ def flag_field(name: str, hint: Any, setting: Setting) -> Field:
 
 def flag_fields(everywhere: bool) -> list[Field]:
     """Return the fields of the flags for all commands, or of those for `run` alone."""
-    shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED}
+    shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED_FLAGS}
     return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
 
 
@@ -100,7 +100,7 @@ RelaxedFlags: Any = make_group(
     "RelaxedFlags",
     [
         (SWITCH, bool, flag(False, "Accept near misses within <think> (docs/configuration.md).")),
-        *((name, HINTS[name] | None, flag(None, SETTINGS[name].help)) for name in RELAXED),
+        *((name, HINTS[name] | None, flag(None, SETTINGS[name].help)) for name in RELAXED_FLAGS),
     ],
 )
 UNRELAXED = RelaxedFlags()
@@ -108,7 +108,7 @@ UNRELAXED = RelaxedFlags()
 # A field of the groups -> the setting that it gives.
 FIELDS = {
     **dict.fromkeys(("spec_decode_nextn", "spec_decode_max_draft_len"), "nextn"),
-    **{name: name for name in (SWITCH, *RELAXED)},
+    **{name: name for name in (SWITCH, *RELAXED_FLAGS)},
 }
 
 

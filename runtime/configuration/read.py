@@ -13,7 +13,7 @@ from mtpbuild.runtime.configuration.settings import (
     CHECKS,
     NOTES,
     Given,
-    check_rates,
+    check_synthetic_settings,
     checked,
     join,
     shorten,
@@ -27,7 +27,7 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """Read vLLM's JSON object; a UsageError names a wrong key and what its value must be."""
     found = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
-    check_rates(found, VLLM_FLAG)
+    check_synthetic_settings(found, VLLM_FLAG)
     return found
 
 

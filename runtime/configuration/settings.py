@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 Configuration: TypeAlias = Mapping[str, Any]
 Given = tuple[str, str, Any]  # a setting, its source, and its value; None: not given
 NOTES = "notes"  # name of the setting with lines to the user, a tuple
-CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
-    "nextn": check_integer(0, NEXTN_LIMIT),
-    "use_relaxed_acceptance_for_thinking": check_bool,
-    **dict.fromkeys(("tp", "ep", "moe_tp"), check_integer(1, MAX_RANKS)),
-    "attention_dp": check_bool,
-}
+SWITCH = "use_relaxed_acceptance_for_thinking"
 RELAXED = (
     *("relaxed_topk", "relaxed_delta"),
     *("begin_thinking_phase_token", "end_thinking_phase_token"),
 )
+CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
+    "nextn": check_integer(0, NEXTN_LIMIT),
+    SWITCH: check_bool,
+    **dict.fromkeys(("tp", "ep", "moe_tp"), check_integer(1, MAX_RANKS)),
+    "attention_dp": check_bool,
+}
 
 
 def name_source(settings: Configuration, source: str) -> list[Given]:
@@ -53,12 +54,12 @@ def join(every: Iterable[Given]) -> dict[str, Any]:
 
 def relaxed_notes(settings: Configuration) -> list[str]:
     """Return a line for each relaxed-acceptance value that has no effect without its switch."""
-    on = settings.get("use_relaxed_acceptance_for_thinking")
+    on = settings.get(SWITCH)
     given = [] if on else [name for name in RELAXED if name in settings]
-    return [f"{name}: no effect without use_relaxed_acceptance_for_thinking" for name in given]
+    return [f"{name}: no effect without {SWITCH}" for name in given]
 
 
-def check_rates(settings: Configuration, where: str) -> None:
+def check_synthetic_settings(settings: Configuration, where: str) -> None:
     """Raise UsageError unless the rates of synthetic acceptance fit the settings' method."""
     rates, length = (settings.get(f"synthetic_acceptance_{name}") for name in ("rates", "length"))
     try:
@@ -74,7 +75,7 @@ def sampling_settings(settings: Configuration) -> dict[str, Any]:
 
     Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
     """
-    idle = () if settings.get("use_relaxed_acceptance_for_thinking") else RELAXED
+    idle = () if settings.get(SWITCH) else RELAXED
     found = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
     return found | ({"acceptance": "rejection"} if "rejection_sample_method" in found else {})
 

@@ -49,7 +49,7 @@ class Grammar(Protocol):
         """Advance by an emitted token; raise RequestError if it is not allowed."""
 
 
-class Matcher:
+class GrammarMatcher:
     """A grammar, advanced to the end of its request's tokens; for one thread at a time.
 
     A thought's tokens are not limited: the grammar begins after the token that ends the thought.
@@ -169,7 +169,7 @@ class Grammars:
         self._check_supported(params.constraint)
         return TokenLimits(params, self._manifest, self._tokenizer)
 
-    def matcher(self, form: StructuredOutputs, controls: StepControls) -> Matcher:
+    def matcher(self, form: StructuredOutputs, controls: StepControls) -> GrammarMatcher:
         """Return a matcher at the start of a grammar.
 
         Raises RequestError if the engine has no constraints or cannot follow this grammar,
@@ -185,7 +185,7 @@ class Grammars:
         with self._copying:
             copy = compiled.deep_copy()
         words = -(-model.vocab_size // WORD)
-        return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
+        return GrammarMatcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
 
     def _check_supported(self, setting: str) -> None:
         if not self._supported:

@@ -32,7 +32,7 @@ class TokenLimits:
             self._free[[*allowed]] = True
         if params.bad_words and tokenizer is None:
             raise RequestError("bad_words: this engine was built without a tokenizer")
-        words = [ids for text in params.bad_words for ids in spellings(text, tokenizer)]
+        words = [ids for text in params.bad_words for ids in encode_bad_word(text, tokenizer)]
         if (id := max((id for ids in words for id in ids), default=0)) >= size:
             raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
         self._free[[ids[0] for ids in words if len(ids) == 1]] = False
@@ -85,7 +85,7 @@ class TokenLimits:
         return free
 
 
-def spellings(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
+def encode_bad_word(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     """Return the tokens of a text, and of the text after a space if they are equally many."""
     assert tokenizer is not None
     text = text.lstrip() or text

@@ -86,12 +86,12 @@ _drafters = Registry[DrafterRecord](
 find_drafter, package_of_drafter = _drafters.find, _drafters.package
 
 
-def offered() -> tuple[str, ...]:
+def list_drafters() -> tuple[str, ...]:
     """Return the names that --drafter accepts."""
     return tuple(name for name in _drafters.names() if name != NONE)
 
 
 def check_offered(name: str | None) -> None:
     """Raise UsageError for a name that --drafter does not accept."""
-    if name not in (None, *offered()):
-        raise UsageError(f"--drafter {name} is unknown; supported: {', '.join(offered())}")
+    if name not in (None, *list_drafters()):
+        raise UsageError(f"--drafter {name} is unknown; supported: {', '.join(list_drafters())}")

@@ -29,7 +29,8 @@ from mtpbuild.runtime.errors import RequestError
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest
 
-BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # in every engine
+REQUESTABLE = ("strict", "rejection")  # built-in rules that a request names as its `acceptance`
+BUILT_IN = (*REQUESTABLE, "block", "relaxed", "synthetic")  # in every engine
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class NoSettings:
 class Rule:
     """A rule of acceptance that is not built in.
 
-    keeps: takes `Judged` and returns [B, T] bool: whether a draft is accepted if all drafts before
-    it are. It is traced into the mixed program, so it runs at build time alone.
+    keeps: takes `RuleInputs` and returns [B, T] bool: whether a draft is accepted if all drafts
+    before it are. It is traced into the mixed program, so it runs at build time alone.
 
     settings: a frozen dataclass whose fields are `setting(...)` with a `Control`. The fields become
     fields of requests, so prefix their names with the rule's.
@@ -50,8 +51,8 @@ class Rule:
     kernel: the same function without branches, in operators that targets with acceptance kernels
     support. Without it those targets refuse the rule.
 
-    chooses: the token after a rejection. It takes `Judged` and numbers [B, T], uniform in [0, 1),
-    which nothing else reads. It returns tokens [B, T] and their margins, as `draw` of
+    chooses: the token after a rejection. It takes `RuleInputs` and numbers [B, T], uniform in
+    [0, 1), which nothing else reads. It returns tokens [B, T] and their margins, as `draw` of
     plugins/shaped_probs/op.py does. Without it, and where no draft was rejected, the token is that
     of strict acceptance. Targets with acceptance kernels refuse a rule that chooses.
 
@@ -67,6 +68,10 @@ class Rule:
     kernel: Callable[[Any], Any] | None = None
     chooses: Callable[[Any, Any], tuple[Any, Any]] | None = None
     lossless: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name in BUILT_IN:
+            raise ValueError(f"an acceptance rule called {self.name!r} is built in")
 
     @property
     def controls(self) -> tuple[Control, ...]:
@@ -103,7 +108,7 @@ class Rule:
 
 
 _rules = Registry[Rule]("acceptance rule", "mtpbuild.acceptance_rules")
-register, find_rule, all_rules, names = _rules.register, _rules.find, _rules.all, _rules.names
+register, find_rule, all_rules, rule_names = _rules.register, _rules.find, _rules.all, _rules.names
 package_of_rule = _rules.package
 
 
@@ -114,7 +119,7 @@ def rules_of(engine: "Manifest") -> list[str]:
 
 def why_missing(name: str, engine: "Manifest") -> str | None:
     """Return why a rule that an engine has is unknown here; None if it is known."""
-    if name not in rules_of(engine) or name in names():
+    if name not in rules_of(engine) or name in rule_names():
         return None
     package = engine.build.packages.get(name, "another package")
     return f"the engine has this rule of {package}, which is not installed here"

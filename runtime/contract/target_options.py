@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field, fields, make_dataclass
 from typing import Any, TypeAlias, get_type_hints
 
-from mtpbuild.runtime.contract.targets import find_target, names
+from mtpbuild.runtime.contract.targets import find_target, target_names
 from mtpbuild.runtime.errors import UsageError
 
 OptionsOf: TypeAlias = Callable[[str], type[Any]]
@@ -24,7 +24,7 @@ def option_flags(options_of: OptionsOf) -> type[Any]:
     An option of several targets is in the panel of the first, with the help texts of all of them.
     """
     found: dict[str, tuple[str, Any, Any]] = {}
-    for target in names():
+    for target in target_names():
         kind = options_of(target)
         hints, panel = get_type_hints(kind), {"panel": f"Target {target}"}
         for option in fields(kind):
@@ -38,7 +38,7 @@ def option_flags(options_of: OptionsOf) -> type[Any]:
     return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
 
 
-def changed(flags: Any) -> dict[str, Any]:
+def list_changed_flags(flags: Any) -> dict[str, Any]:
     """Return the flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}
@@ -57,7 +57,7 @@ def make_options(
 
     for option, value in given.items():
         if not has(target, option):
-            owners = ", ".join(other for other in names() if has(other, option))
+            owners = ", ".join(other for other in target_names() if has(other, option))
             name = f"--{option.replace('_', '-')}" if flags else option
             option_text = name + ("" if value is True else f" {value}")
             if not owners:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.errors import MissingDependencyError, install
+from mtpbuild.runtime.errors import MissingDependencyError, advise_install
 from mtpbuild.runtime.flag_groups import flag
 
 
@@ -102,7 +102,7 @@ BUILT_IN = (
         name="onnxruntime",
         programs=f"{RUN}onnxruntime",
         builder=f"{BUILD}onnxruntime",
-        install=f"{install('cpu')} (or [onnxruntime-gpu])",
+        install=f"{advise_install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         build_flags=_onnx_flags,
         features={each: "" for each in Feature if each not in (Feature.OVERLAP, Feature.SHARE)},
@@ -111,7 +111,7 @@ BUILT_IN = (
         name="inductor",
         programs=f"{RUN}inductor",
         builder=f"{BUILD}inductor",
-        install=install("inductor"),
+        install=advise_install("inductor"),
         LoadOptions=InductorLoadOptions,
         build_flags=_inductor_flags,
         features={
@@ -143,7 +143,7 @@ BUILT_IN = (
     ),
 )
 _targets = Registry[TargetRecord]("target", "mtpbuild.targets", BUILT_IN)
-register, find_target, names = _targets.register, _targets.find, _targets.names
+register, find_target, target_names = _targets.register, _targets.find, _targets.names
 
 
 def targets_with(feature: Feature) -> str:

@@ -75,7 +75,7 @@ class Loop:
         self._launcher = StepLauncher()
         if build.adaptive:
             self._launcher = AdaptiveNextn(build.nextn, step_times)
-        if overlap and Feature.OVERLAP in programs.features:
+        elif overlap and Feature.OVERLAP in programs.features:
             self._launcher = OverlappingLauncher()
         self._window, self._chunk = manifest.window, build.prefill_chunk
         self._chunk_beside = min(chunked_prefill_size or self._chunk, self._chunk)

@@ -7,7 +7,6 @@ measured before the first request, with random tokens, at a few points; later st
 import contextlib
 import hashlib
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
-from mtpbuild.runtime.files import read_text, user_cache_folder
+from mtpbuild.runtime.files import read_text, replace_file, user_cache_folder
 from mtpbuild.runtime.limits import read_cpu_name
 from mtpbuild.runtime.threads import default_threads
 
@@ -133,9 +132,8 @@ def open_step_times(
         try:
             path = _path(manifest, threads)
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}")
-            part.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            part.replace(path)
+            with replace_file(path) as file:
+                file.write(f"{table.model_dump_json(indent=1)}\n".encode())
         except OSError as error:
             log.warning("note: step times can't be kept for later starts: %s", error)
     return StepTimes(manifest.build.nextn, table, _long_rows(manifest))

@@ -5,7 +5,6 @@ notices this while it waits for the GPU, and sets the signals itself (docs/distr
 """
 
 import contextlib
-import os
 from functools import partial
 
 import torch
@@ -17,18 +16,19 @@ from mtpbuild.runtime.errors import EngineError, first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
+from mtpbuild.runtime.group.start import ranks_on_machine
 
 FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
 ADVICE = "build it with allreduce_strategy nccl"
 
 
-def share(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
+def share_memory(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
     """Share memory between the ranks' GPUs; all ranks call it together.
 
     Returns the constant for one-shot sums, [ranks + 1] int64 on the GPU: the address of each
     rank's memory, then this rank's number.
     """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(channel.ranks)))
+    here = ranks_on_machine(channel.ranks)
     if here < channel.ranks:
         raise EngineError(
             f"one-shot sums need all {channel.ranks} ranks on one machine, it has {here}: {ADVICE}"

@@ -70,6 +70,14 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
     return rank
 
 
+def ranks_on_machine(ranks: int) -> int:
+    """Return how many of the ranks this machine runs, as torchrun says; all, if nobody says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+    if not text.isdecimal():
+        raise EngineError(f"LOCAL_WORLD_SIZE in the environment must be a number, not {text!r}")
+    return max(int(text), 1)
+
+
 def own_gpu() -> int:
     """Return the index of this rank's GPU; raise EngineError if LOCAL_RANK is no number."""
     text = os.environ.get("LOCAL_RANK", "")

@@ -7,7 +7,6 @@ prefixes in an engine's own folder are such files too, and are mapped into memor
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN, PREFIXES, Manifest
 from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.files import replace_file
 from mtpbuild.runtime.prefix_cache.tree import RowSpan
 from mtpbuild.runtime.safetensors_header import (
     encode_header,
@@ -101,13 +101,10 @@ class PrefixFiles:
         )
         about = {"engine": self.engine, "parent": span.parent, "start": str(span.start)}
         sha256 = _digest(about, header, [array.data for array in held.values()])
-        half = path.with_name(f".{path.name}.half")
-        half.unlink(missing_ok=True)
-        with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE), "wb") as file:
+        with replace_file(path, PRIVATE) as file:
             file.write(encode_header(header, about | {"sha256": sha256}))
             for array in held.values():
                 file.write(array.data)
-        half.replace(path)
 
     def open(self, path: Path, *, mapped: bool = True) -> PrefixFile:
         """Map or read a file, which may be another engine's; its hash is not checked.

@@ -35,8 +35,8 @@ class PrefixFolder:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(folder)
             try:
-                for half in folder.glob(f".*{SUFFIX}.half"):
-                    half.unlink()
+                for part in folder.glob(f".*{SUFFIX}.*"):
+                    part.unlink()
             except OSError:
                 self._lock.release()
                 raise

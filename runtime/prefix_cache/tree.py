@@ -64,7 +64,7 @@ class Block(CacheEntry):
         near = self.followers[max(0, at - 1) : at + 1]
         if near and near[-1].tokens[: len(tokens)] == tokens:
             return near[-1], len(tokens)
-        found = [(common(tokens, block.tokens), block) for block in near]
+        found = [(count_common(tokens, block.tokens), block) for block in near]
         shared, block = max(found, key=lambda each: each[0], default=(0, None))
         return block, shared
 
@@ -193,7 +193,7 @@ class PrefixTree:
             parent.followers.remove(entry)
         else:
             parent.states = {n: other for n, other in parent.states.items() if other is not entry}
-        for each in [*below(entry)]:
+        for each in [*walk_below(entry)]:
             self._order.pop(each, None)
             self.used -= each.size
             self._evict(each)
@@ -216,7 +216,7 @@ class PrefixTree:
 
     def entries(self) -> Iterator[CacheEntry]:
         """Yield all blocks and states, parents before children."""
-        yield from below(*self.roots.values())
+        yield from walk_below(*self.roots.values())
 
     def root(self, key: str) -> Block:
         """Return a root by its key; a new one is in the tree only once it has a block."""
@@ -231,7 +231,7 @@ class PrefixTree:
         while node is not None and at < most:
             own = tuple(tokens[at : at + BLOCK + self.lookahead])
             for block in node.followers if states else ():
-                usable = min(common(own, block.tokens) - self.lookahead, most - at)
+                usable = min(count_common(own, block.tokens) - self.lookahead, most - at)
                 if (rows := max((r for r in block.states if r <= usable), default=0)) > 0:
                     best, last = [*path, (block, rows)], block.states[rows]
             near, shared = node.nearest(own)
@@ -254,7 +254,7 @@ def root_key(salt: str) -> str:
     return hashlib.sha256(salt.encode()).hexdigest()
 
 
-def below(*entries: CacheEntry) -> Iterator[CacheEntry]:
+def walk_below(*entries: CacheEntry) -> Iterator[CacheEntry]:
     """Yield entries, but no roots, and all that depend on them, parents before children."""
     pending = [*entries]
     while pending:
@@ -269,7 +269,7 @@ def block_tokens(block: Block) -> tuple[int, ...]:
     return block.tokens
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def count_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of equal tokens at the start of two sequences."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:

@@ -128,7 +128,7 @@ class HostSlots(Slots):
         return program, slots
 
 
-def rounded(rows: int, capacity: int) -> int:
+def round_up_rows(rows: int, capacity: int) -> int:
     """Round rows up to a multiple of ROW_STEP, at most `capacity`."""
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
@@ -186,7 +186,7 @@ class PackedCaches(Caches):
         """Return views [count, 1, rows, C] of packed slots from `first` on, or of 1 parked slot."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1
-        rows = self.rows if packed else rounded(self._parked[first], self._capacity)
+        rows = self.rows if packed else round_up_rows(self._parked[first], self._capacity)
         start = self.start(first)
         return {
             name: flat[start : start + count * rows].reshape(count, 1, rows, flat.shape[1])
@@ -201,10 +201,10 @@ class PackedCaches(Caches):
         return {name: flat.ctypes.data for name, flat in self._flat.items()}
 
     def fit(self, rows: int) -> bool:
-        wanted = rounded(rows, self._capacity)
+        wanted = round_up_rows(rows, self._capacity)
         if self._batch > 1:  # moving slots is expensive, so grow by more than needed, shrink late
             if wanted > self.rows:
-                wanted = max(wanted, rounded(int(GROWTH * self.rows), self._capacity))
+                wanted = max(wanted, round_up_rows(int(GROWTH * self.rows), self._capacity))
             elif wanted * 2 > self.rows:
                 wanted = self.rows
         if wanted == self.rows:
@@ -289,7 +289,7 @@ class PackedCaches(Caches):
             for pages in self._large:
                 pages.give_back(start, slot * self._capacity)
             if slot < self._batch:
-                start = slot * self._capacity + rounded(self._parked[slot], self._capacity)
+                start = slot * self._capacity + round_up_rows(self._parked[slot], self._capacity)
 
     def _on_host(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the host's arrays are up to date and may be changed."""

@@ -47,7 +47,7 @@ class InductorPrograms(HostSlots):
         """Return the program's inputs: views of the state of some slots, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given
-        return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
+        return [view_as_tensor(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         if program not in self._packages:  # rarely needed programs are loaded at their first use
@@ -56,7 +56,7 @@ class InductorPrograms(HostSlots):
         return self._packages[program].run(inputs)
 
 
-def shared(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
+def view_as_tensor(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
     """Return a tensor that shares the array's memory."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor

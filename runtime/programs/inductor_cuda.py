@@ -17,7 +17,7 @@ from mtpbuild.runtime.errors import EngineError, first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
-from mtpbuild.runtime.programs.host_slots import rounded
+from mtpbuild.runtime.programs.host_slots import round_up_rows
 from mtpbuild.runtime.programs.slots import JUDGED, Arrays, make_step_output, result_specs
 
 ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
@@ -76,7 +76,7 @@ class CudaPrograms(DeviceSlots):
         self._steps = self._prepare_all(graphs)
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, Tensor]:
-        rows = rounded(start + chunk, self._capacity)
+        rows = round_up_rows(start + chunk, self._capacity)
         caches = self._caches.tensors.items()
         self._fill_rows({name: cache[slot, 0, :rows][None, None] for name, cache in caches}, chunk)
         return {name: self._prompt[name] for name in self._prompt.keys() & self._state.keys()}
@@ -85,7 +85,7 @@ class CudaPrograms(DeviceSlots):
         """Queue prefill of a chunk of a prompt, with caches [1, 1, rows, C]."""
         given = self._prompt | caches
         given["tokens"] = given["tokens"][:, :chunk]
-        inputs = aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
+        inputs = assert_aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
         self._gpu.run(partial(self._packages[PREFILL].run, inputs))
 
     def step(self, active: Bools, rows: int) -> StepOutput:
@@ -118,7 +118,7 @@ class CudaPrograms(DeviceSlots):
         """Return a function that queues a step of the first slots and fills in its report."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
-        inputs = aligned([self._given[t.name][:slots] for t in spec.inputs])
+        inputs = assert_aligned([self._given[t.name][:slots] for t in spec.inputs])
         outputs = [report.tensors[t.name] for t in result_specs(spec)]
         judged = [(self._state[name], report.tensors[name]) for name in JUDGED]
 
@@ -150,7 +150,7 @@ class CudaPrograms(DeviceSlots):
         return self._gpu.capture(work)
 
 
-def aligned(inputs: list[Tensor]) -> list[Tensor]:
+def assert_aligned(inputs: list[Tensor]) -> list[Tensor]:
     """Assert aligned addresses: AOTInductor copies other inputs, so writes to them are lost."""
     assert not any(tensor.data_ptr() % ALIGNMENT for tensor in inputs), "a program would copy it"
     return inputs

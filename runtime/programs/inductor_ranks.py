@@ -1,7 +1,6 @@
 """AOTInductor programs of one of several ranks, on a CPU or a GPU, with attention-DP or not."""
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +16,12 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.group.channel import Channel, silence
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
-from mtpbuild.runtime.group.one_shot import share
+from mtpbuild.runtime.group.one_shot import share_memory
+from mtpbuild.runtime.group.start import ranks_on_machine
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
-from mtpbuild.runtime.programs.host_slots import rounded
-from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, shared
+from mtpbuild.runtime.programs.host_slots import round_up_rows
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, view_as_tensor
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.threads import default_threads
 
@@ -35,7 +35,7 @@ class CpuRankPrograms(InductorPrograms):
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
     ) -> None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        here = ranks_on_machine(channel.ranks)
         super().__init__(manifest, threads or max(1, default_threads() // here), opener)
         self._channel = channel
 
@@ -65,7 +65,7 @@ class CudaRankPrograms(CudaPrograms):
         self._channel, self._peers = channel, connect(gpu, channel, peers)
         self._queued = deque[Wait]()
         if manifest.target.allreduce_strategy is not None:
-            opener = partial(opener, peers=share(gpu, channel, self._peers))
+            opener = partial(opener, peers=share_memory(gpu, channel, self._peers))
         channel.leaving.append(partial(_finish_queued_work, gpu, channel, self._peers))
         super().__init__(manifest, gpu, opener, graphs=graphs)
 
@@ -107,11 +107,11 @@ class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
         return self._gather(super().step(self._own_active(active), rows))
 
     def _prefill_padding(self, chunk: int) -> None:
-        sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}
+        sizes = {"chunk": chunk, "rows": round_up_rows(chunk, self._capacity)}
         inputs = list[torch.Tensor]()
         for spec in self._programs[PREFILL].inputs:
             shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
-            inputs.append(shared(np.zeros(shape, host_type(spec.dtype)), spec))
+            inputs.append(view_as_tensor(np.zeros(shape, host_type(spec.dtype)), spec))
         self._run(PREFILL, inputs)
 
 
@@ -130,7 +130,7 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
     ) -> None:
         self._join(channel, manifest)
         most = manifest.build.prefill_chunk
-        rows = rounded(most, manifest.build.capacity)
+        rows = round_up_rows(most, manifest.build.capacity)
         self._padding_caches = {  # the caches of a padding prefill, which belongs to no request
             s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
             for s in manifest.state
@@ -144,7 +144,7 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
 
     def _prefill_padding(self, chunk: int) -> None:
         self._gpu.copy(np.zeros(1, np.int64), self._prompt["start"])
-        rows = rounded(chunk, self._capacity)
+        rows = round_up_rows(chunk, self._capacity)
         caches = {name: cache[:, :, :rows] for name, cache in self._padding_caches.items()}
         self._queue_bounded(lambda: self._fill_rows(caches, chunk))
 

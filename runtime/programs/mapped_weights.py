@@ -19,7 +19,7 @@ from mtpbuild.runtime.safetensors_header import read_header, view_tensors
 HUGE_PAGES = 1 << 22  # bytes from which memory asks for huge pages, as NumPy does
 
 
-def mapped(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]:
+def map_tensors(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]:
     """Map the tensors of a safetensors file; bfloat16 is returned as its bits, in uint16.
 
     Only used pages are read. huge_pages: copy the whole file instead. Raises EngineFileError if the

@@ -23,11 +23,11 @@ from mtpbuild.runtime.errors import (
     EngineError,
     MissingDependencyError,
     UsageError,
+    advise_install,
     first_line,
-    install,
 )
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
+from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, map_tensors
 from mtpbuild.runtime.programs.slots import Arrays, make_step_output, name_outputs, result_specs
 from mtpbuild.runtime.threads import default_threads
 
@@ -221,7 +221,7 @@ class OnnxPrograms(HostSlots):
 def _weights(path: Path, huge_pages: bool) -> dict[str, Any]:
     """Map or copy an engine's weights; return them by their names in the graphs."""
     fetch_ahead(path)
-    arrays = mapped(path, huge_pages).items()
+    arrays = map_tensors(path, huge_pages).items()
     return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
 
 
@@ -242,7 +242,7 @@ def load(
     if PROVIDERS[provider] not in ort.get_available_providers():
         raise MissingDependencyError(
             f"provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
-            f"pip uninstall onnxruntime; {install('onnxruntime-gpu')}"
+            f"pip uninstall onnxruntime; {advise_install('onnxruntime-gpu')}"
         )
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:

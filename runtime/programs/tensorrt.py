@@ -10,7 +10,7 @@ from mtpbuild.runtime.gpu import cuda
 from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.start import own_gpu
 from mtpbuild.runtime.programs.device_slots import check_gpu
-from mtpbuild.runtime.programs.mapped_weights import mapped
+from mtpbuild.runtime.programs.mapped_weights import map_tensors
 from mtpbuild.runtime.programs.tensorrt_api import shared_weights, tensorrt_api
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 
@@ -25,7 +25,7 @@ def visible_gpus() -> int:
 
 def held_bytes(folder: Path, manifest: Manifest) -> int:
     """Return the bytes of programs and weights on the GPU; shared weights count once."""
-    weights = mapped(folder / WEIGHTS) if WEIGHTS in manifest.files else {}
+    weights = map_tensors(folder / WEIGHTS) if WEIGHTS in manifest.files else {}
     total, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
     for name, program in manifest.programs.items():
         size += manifest.files[program.file].size

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
 from mtpbuild.runtime.errors import EngineError, needing
 from mtpbuild.runtime.files import read_json
-from mtpbuild.runtime.programs.mapped_weights import mapped
+from mtpbuild.runtime.programs.mapped_weights import map_tensors
 
 # target -> module; the dependency groups are named like the targets.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
@@ -66,7 +66,7 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
     log = errors_of(trt)
     log.errors.clear()
     refitter = trt.Refitter(engine, log)
-    own = mapped(folder / WEIGHTS) | mapped(path)  # must live until the refit
+    own = map_tensors(folder / WEIGHTS) | map_tensors(path)  # must live until the refit
     weights = {name: values.ravel() for name, values in own.items()}
     for name in refitter.get_all_weights():
         given = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))

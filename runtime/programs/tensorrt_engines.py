@@ -23,12 +23,12 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
-from mtpbuild.runtime.programs.mapped_weights import mapped
+from mtpbuild.runtime.programs.mapped_weights import map_tensors
 from mtpbuild.runtime.programs.slots import JUDGED, make_step_output, name_outputs, result_specs
 from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, shared_weights
 
 
-class Compiled:
+class CompiledProgram:
     """One program: a TensorRT engine and its execution context, bound to tensors.
 
     caches: names of the tensors that are updated in place. weights: the shared weights by name.
@@ -144,7 +144,7 @@ class TensorRtPrograms(DeviceSlots):
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         weights = on_device(device, folder, specs)
         self._compiled = {
-            name: Compiled(
+            name: CompiledProgram(
                 trt, self._runtime, folder / spec.file, spec, self._caches.tensors, weights
             )
             for name, spec in specs.items()
@@ -214,7 +214,7 @@ def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[s
     """Copy the weights that programs share to the GPU; return them by input name."""
     given = dict[str, DeviceArray]()
     names = sorted({name for program in programs for name in shared_weights(folder, program)})
-    held = mapped(folder / WEIGHTS) if names else {}
+    held = map_tensors(folder / WEIGHTS) if names else {}
     for name in names:
         if name not in held:
             raise EngineError(f"{folder / WEIGHTS}: has no {name}; rebuild the engine")

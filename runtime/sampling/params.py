@@ -22,7 +22,13 @@ from mtpbuild.runtime.checks import (
     parse_list,
     parse_object,
 )
-from mtpbuild.runtime.contract.rules import all_rules, find_rule, names, why_missing
+from mtpbuild.runtime.contract.rules import (
+    REQUESTABLE,
+    all_rules,
+    find_rule,
+    rule_names,
+    why_missing,
+)
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -69,8 +75,7 @@ def read_temperature(value: object) -> float:
 
 def check_rule_name(value: object) -> str:
     """Check the name of an acceptance rule, built in or of an installed package."""
-    built_in = ("strict", "rejection")
-    return str(value) if value in built_in else check_choice(*built_in, *names())(value)
+    return str(value) if value in REQUESTABLE else check_choice(*REQUESTABLE, *rule_names())(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +246,7 @@ class SamplingParams:
     def _check_rule(self) -> None:
         """Add the defaults of a rule's settings; raise RequestError for a wrong setting."""
         values = self.acceptance_settings or {}
-        if self.acceptance not in ("strict", "rejection"):
+        if self.acceptance not in REQUESTABLE:
             object.__setattr__(
                 self, "acceptance_settings", find_rule(self.acceptance).check_settings(values)
             )

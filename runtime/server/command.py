@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from typer import Option
 
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
-from mtpbuild.runtime.contract.target_options import changed
+from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @error_line
-@grouped
+@group_flags
 def serve(
     engine: Annotated[
         list[str],
@@ -76,7 +76,7 @@ def serve(
         log_requests=log_requests,
         access_log=not no_access_log,
     )
-    load = partial(_load, verify_hashes=verify_hashes, **changed(load_flags))
+    load = partial(_load, verify_hashes=verify_hashes, **list_changed_flags(load_flags))
     address = server.Address(host, port, drain_timeout)
     folder, manifest = next(iter(engines.values()))
     with contextlib.ExitStack() as stack:

@@ -125,6 +125,6 @@ class TimedConnection(H11Protocol):
         self.transport.close()
 
 
-def limit_time(settings: ServerOptions) -> type[TimedConnection]:
+def make_connection_class(settings: ServerOptions) -> type[TimedConnection]:
     """Return the class of connections with these settings, for `uvicorn.Config(http=..)`."""
     return type("Connection", (TimedConnection,), {"settings": settings})

@@ -237,5 +237,7 @@ def _content_block(block: AnswerBlock) -> Json:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "content":
             return {"type": "text", "text": block.text}
-    arguments = json.loads(block.text or "{}")  # valid: ToolCalls gives arguments as a JSON object
+    arguments = json.loads(
+        block.text or "{}"
+    )  # valid: ToolCallParser gives arguments as a JSON object
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}

@@ -14,7 +14,7 @@ import uvicorn
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.connection import HEADERS, limit_time
+from mtpbuild.runtime.server.connection import HEADERS, make_connection_class
 from mtpbuild.runtime.server.services import Services
 
 BACKLOG = 2048
@@ -81,7 +81,7 @@ def configuration(services: Services) -> uvicorn.Config:
     """Return uvicorn's configuration with this server's limits; warnings go to stderr."""
     return uvicorn.Config(
         make_app(services),
-        http=limit_time(services.settings),
+        http=make_connection_class(services.settings),
         ws="none",
         lifespan="off",
         log_config=None,

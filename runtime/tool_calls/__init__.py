@@ -1,6 +1,6 @@
 """Calls of tools in answers, in the forms of several models."""
 
-from mtpbuild.runtime.tool_calls.calls import ToolCalls
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 from mtpbuild.runtime.tool_calls.detect import detect_form
 from mtpbuild.runtime.tool_calls.forms import FORMS, Form
 from mtpbuild.runtime.tool_calls.tool_use import AnswerOptions, ToolUse, read_tool_use
@@ -9,7 +9,7 @@ __all__ = [
     "FORMS",
     "AnswerOptions",
     "Form",
-    "ToolCalls",
+    "ToolCallParser",
     "ToolUse",
     "detect_form",
     "read_tool_use",

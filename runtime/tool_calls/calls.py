@@ -10,15 +10,15 @@ from typing import Any
 
 from mtpbuild.runtime.text.detokenizer import marker_prefix_length
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls.forms import Call, Form
-from mtpbuild.runtime.tool_calls.json_calls import JsonCall
-from mtpbuild.runtime.tool_calls.tagged import TaggedCall
+from mtpbuild.runtime.tool_calls.forms import CallParser, Form
+from mtpbuild.runtime.tool_calls.json_calls import JsonCallParser
+from mtpbuild.runtime.tool_calls.tagged import TaggedCallParser
 
 MAX_TRUNCATED = 8  # unfinished calls at the answer's end before the rest becomes plain text
 
 
 @dataclass(slots=True)
-class ToolCalls:
+class ToolCallParser:
     """A parser of the calls in one answer.
 
     tools: function -> JSON schema of its arguments, which gives arguments in tags their types.
@@ -30,7 +30,7 @@ class ToolCalls:
     single: bool = False
     count: int = 0  # calls so far
     _pending: str = field(default="", init=False)
-    _call: Call | None = field(default=None, init=False)
+    _call: CallParser | None = field(default=None, init=False)
     _space: str = field(default="", init=False)  # before the call; kept if it turns out to be text
     _truncated: int = field(default=0, init=False)
     _markers: tuple[str, ...] = field(default=(), init=False)
@@ -65,7 +65,9 @@ class ToolCalls:
             self._space = space
             tagged = self.form.tags is not None
             self._call = (
-                TaggedCall(self.form, self.tools, marker) if tagged else JsonCall(self.form)
+                TaggedCallParser(self.form, self.tools, marker)
+                if tagged
+                else JsonCallParser(self.form)
             )
         return self._content(text)
 
@@ -76,7 +78,7 @@ class ToolCalls:
     def _content(self, text: str) -> list[AnswerPiece]:
         return [] if self.single and self.count else [AnswerPiece("content", self._trimmed(text))]
 
-    def _in_call(self, call: Call, last: bool) -> list[AnswerPiece]:
+    def _in_call(self, call: CallParser, last: bool) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
         text, self._pending = self._pending, ""
         for kind, parts in call.feed(text, last=last):

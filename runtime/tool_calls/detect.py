@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.text.chat_template import ChatTemplates
-from mtpbuild.runtime.tool_calls.calls import ToolCalls
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 from mtpbuild.runtime.tool_calls.forms import FORMS, INDEX_OF_CALL, Form
 from mtpbuild.runtime.tool_calls.values import as_text
 
@@ -45,7 +45,7 @@ def _rendered(templates: ChatTemplates, arguments: Any) -> str:
 
 def _reads(form: Form, text: str) -> bool:
     """Return whether the form's parser reads back exactly this call."""
-    pieces = ToolCalls(form, {NAME: SCHEMA}).feed(text, last=True)
+    pieces = ToolCallParser(form, {NAME: SCHEMA}).feed(text, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
     text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
     return names == [NAME] and json.loads(text) == ARGUMENTS

@@ -50,7 +50,7 @@ class Form:
         return (*self.markers, self.end, *self.inner)
 
 
-class Call:
+class CallParser:
     """A parser of one call, or of several within the same markers.
 
     rest: the text after the call; None until the call is over.

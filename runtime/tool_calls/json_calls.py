@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mtpbuild.runtime.tool_calls.forms import Call, CallPart, Form, call_parts
+from mtpbuild.runtime.tool_calls.forms import CallParser, CallPart, Form, call_parts
 from mtpbuild.runtime.tool_calls.json_reader import JsonReader, parse_strictly, repair_json
 
 LEAD = re.compile(r"\s*(?:```(?:json)?\s*)?")
@@ -18,7 +18,7 @@ LONGEST_HEAD = 4096  # characters; a call with a longer head is parsed once it i
 MORE_FIELDS = '{"":0'  # lets a JsonReader continue after fields that it has not read
 
 
-class JsonCall(Call):
+class JsonCallParser(CallParser):
     """A call as JSON, or as a name and JSON; its arguments are returned as they arrive."""
 
     def __init__(self, form: Form) -> None:

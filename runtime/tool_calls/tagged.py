@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtpbuild.runtime.tool_calls.forms import Call, CallPart, Form, Tags, call_parts
+from mtpbuild.runtime.tool_calls.forms import CallParser, CallPart, Form, Tags, call_parts
 from mtpbuild.runtime.tool_calls.values import convert_argument, find_schema
 
 LONGEST_NAME = 256  # characters
@@ -22,7 +22,7 @@ class NoCallError(Exception):
     """The error that the text is not a call of this form."""
 
 
-class TaggedCall(Call):
+class TaggedCallParser(CallParser):
     """One or more function calls within the markers, with their arguments in tags."""
 
     def __init__(self, form: Form, tools: Mapping[str, Any], begin: str) -> None:
@@ -41,7 +41,7 @@ class TaggedCall(Call):
             return []  # no call ends here
         self._text += "".join(self._unparsed)
         self._unparsed = []
-        reader = Functions(self._form, self._tools, self._text, last)
+        reader = TaggedReader(self._form, self._tools, self._text, last)
         try:
             calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
         except MoreTextError:
@@ -54,7 +54,7 @@ class TaggedCall(Call):
         return call_parts(calls)
 
 
-class Functions:
+class TaggedReader:
     """A parser of the function calls in a text.
 
     A value ends at a closing tag that is followed by another part of the call, so markup inside a

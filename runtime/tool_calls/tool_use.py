@@ -8,7 +8,7 @@ from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.text.chat_template import ChatOptions
 from mtpbuild.runtime.text.tokenizer import Tokenizer
-from mtpbuild.runtime.tool_calls.calls import ToolCalls
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 from mtpbuild.runtime.tool_calls.detect import detect_form
 from mtpbuild.runtime.tool_calls.forms import FORMS, Form
 from mtpbuild.runtime.tool_calls.grammar import write_calls_grammar
@@ -35,9 +35,9 @@ class ToolUse:
     single: bool
     forced: StructuredOutputs | None
 
-    def make_parser(self) -> ToolCalls:
+    def make_parser(self) -> ToolCallParser:
         """Return a parser of one answer."""
-        return ToolCalls(self.form, self.tools, single=self.single)
+        return ToolCallParser(self.form, self.tools, single=self.single)
 
 
 def read_tool_use(

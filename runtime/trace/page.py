@@ -2,12 +2,12 @@
 
 import codecs
 import json
-import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.files import replace_file
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, add_line
 
@@ -28,13 +28,9 @@ class Page:
         if not self._requests:
             return
         page = render_page(list(self._requests.values()), self._tokenizer)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            try:
-                temporary.write_text(page, encoding="utf-8")
-                temporary.replace(self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with replace_file(self._path) as file:
+                file.write(page.encode())
         except OSError as error:
             raise UsageError(f"{self._path}: can't be written ({error.strerror})") from None
 

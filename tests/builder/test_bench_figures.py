@@ -11,10 +11,15 @@ from rich.console import Console
 
 from mtpbuild.builder.bench import pictures
 from mtpbuild.builder.bench.bench import write_benchmarks
-from mtpbuild.builder.bench.figures import NextnRow, find_disagreements, make_rows, recommend_nextn
+from mtpbuild.builder.bench.figures import (
+    NextnResult,
+    find_disagreements,
+    make_rows,
+    recommend_nextn,
+)
 from mtpbuild.builder.bench.measure import Measurements
 from mtpbuild.builder.bench.report import Benchmark, make_bench_json, make_table, print_benchmark
-from mtpbuild.builder.cli.shared import print_results
+from mtpbuild.builder.cli.shared import print_written_results
 from mtpbuild.builder.measure.statistics import (
     ALL,
     Estimate,
@@ -101,10 +106,10 @@ def test_nothing_to_time() -> None:
         make_rows([contender(0)], measured)
 
 
-def row(nextn: int, **ratios: tuple[float, float, float]) -> NextnRow:
+def row(nextn: int, **ratios: tuple[float, float, float]) -> NextnResult:
     figures = made_by_hand().rows[1].overall
     kinds = {kind: figures | {"speedup": Estimate(*r)._asdict()} for kind, r in ratios.items()}
-    return NextnRow(nextn, "mtp-eagle" if nextn else None, kinds)
+    return NextnResult(nextn, "mtp-eagle" if nextn else None, kinds)
 
 
 ONE = (1.0, 1.0, 1.0)
@@ -135,7 +140,7 @@ ONE = (1.0, 1.0, 1.0)
         ),
     ],
 )
-def test_recommendation(rest: list[NextnRow], nextn: int, says: str) -> None:
+def test_recommendation(rest: list[NextnResult], nextn: int, says: str) -> None:
     best, text = recommend_nextn([row(0, all=ONE, code=ONE, talk=ONE), *rest])
     assert best == nextn
     assert says in text
@@ -235,7 +240,7 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
     with importing({"matplotlib": None}):
         check_writable(tmp_path / "out")
         write_benchmarks([made_by_hand()], tmp_path / "out")
-        print_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"))
+        print_written_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"))
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")

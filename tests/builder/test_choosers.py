@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows
+from mtpbuild.builder.models.common.layers import Positions
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
@@ -159,7 +159,7 @@ def rejected_rows(model: CausalLM) -> None:
     attention: Any = model.module(0).self_attn
     attend = attention.attend
 
-    def wrong(q: Tensor, rows: Rows, *others: Tensor) -> Tensor:
+    def wrong(q: Tensor, rows: Positions, *others: Tensor) -> Tensor:
         if rows.choice.stays or rows.positions.shape[1] > 1:
             return attend(q, rows, *others)
         return attend(q, replace(rows, base=rows.base + 1), *others)
@@ -173,13 +173,13 @@ def the_trunks_choice(model: CausalLM) -> None:
     module: Any = model.module(0).self_attn
     attend, own, seen = trunk.attend, module.attend, list[Tensor]()
 
-    def remembering(q: Tensor, rows: Rows, *others: Tensor) -> Tensor:
+    def remembering(q: Tensor, rows: Positions, *others: Tensor) -> Tensor:
         y = attend(q, rows, *others)
         assert rows.choice.rows is not None
         seen[:] = [rows.choice.rows]
         return y
 
-    def taking(q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def taking(q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         if seen:
             rows.choice.rows, rows.choice.stays = take_rows(seen.pop(), first, 1), True
         return own(q, rows, cache, fresh, first)
@@ -215,7 +215,7 @@ def layer_without_an_indexer_sees_all(model: CausalLM) -> None:
     attention: Any = model.layers[2].self_attn
     attend = attention.attend
 
-    def wrong(q: Tensor, rows: Rows, *others: Tensor) -> Tensor:
+    def wrong(q: Tensor, rows: Positions, *others: Tensor) -> Tensor:
         return attend(q, replace(rows, choice=type(rows.choice)()), *others)
 
     attention.attend = wrong

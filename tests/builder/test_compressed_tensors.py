@@ -15,10 +15,15 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Entry, entry_of, stored_format
-from mtpbuild.builder.formats.compressed_tensors import dense, loose, unpack_stream, unread
+from mtpbuild.builder.formats.compressed_tensors import (
+    dense,
+    find_unread_setting,
+    loose,
+    unpack_stream,
+)
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
-from mtpbuild.builder.formats.modelopt import unread as unread_of_modelopt
+from mtpbuild.builder.formats.modelopt import find_unread_algorithm as unread_of_modelopt
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -288,7 +293,7 @@ def test_fp8_of_modelopt(shape: tuple[int, ...]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_read(settings: dict[str, Any], says: str | None) -> None:
-    assert unread(settings) == (says and f"compressed-tensors {says}")
+    assert find_unread_setting(settings) == (says and f"compressed-tensors {says}")
 
 
 def test_what_is_not_read_of_modelopt() -> None:

@@ -18,7 +18,7 @@ from mtpbuild.builder.targets import cross_cuda, lower_inductor
 from mtpbuild.builder.targets.capability import GPUS
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install
 from tests.support.checkpoints import make_model
 from tests.support.compiler import needs_compiler
 from tests.support.cross_compile import Compiled
@@ -248,7 +248,7 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(cross_cuda, "find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    with pytest.raises(MissingDependencyError, match=re.escape(install("cross-cuda"))):
+    with pytest.raises(MissingDependencyError, match=re.escape(advise_install("cross-cuda"))):
         lower_inductor.check(plan("sm90"))
     lower_inductor.check(plan(None))  # a GPU's own build asks torch for its headers
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

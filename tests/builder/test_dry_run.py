@@ -24,7 +24,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
-from mtpbuild.runtime.errors import BuildError, install
+from mtpbuild.runtime.errors import BuildError, advise_install
 from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.checkpoints import SMALLEST, random_checkpoint
@@ -154,7 +154,7 @@ def test_a_rank_for_tensorrt(
     launches, *kinds = (int(number) for number in said.groups())
     assert launches == sum(kinds)
     assert f"fused), {calls} collectives of " in out
-    lacks = f"target tensorrt needs tensorrt: {install('tensorrt')}" in out
+    lacks = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()
 
@@ -165,7 +165,7 @@ def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
     command = ("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "2")
     err = refusal(*command, "--checkpoint", fp4, "--out", tmp_path / "engine", code=1)
     assert err.startswith("target tensorrt can't compile here: ")
-    assert f"target tensorrt needs tensorrt: {install('tensorrt')}" in err
+    assert f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in err
     assert "(checked: flags and config.json: nextn 3, bfloat16, 2 ranks; --dry-run checks" in err
     assert not (tmp_path / "engine").exists()
     more = invoke(*command[:-1], "3", "--checkpoint", fp4, "--out", tmp_path / "engine")[2]

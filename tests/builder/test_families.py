@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.config import MoEConfig, MTPRules
+from mtpbuild.builder.checkpoint.config import ModuleInputs, MoEConfig
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
@@ -27,7 +27,7 @@ from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
+from mtpbuild.builder.models.common.layers import MTPModule, Positions, Rope
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
@@ -180,7 +180,7 @@ def test_every_step_equals_recomputation(
     check_family(make_family(name), nextn, drafter)
 
 
-RULES = [MTPRules(trunk_normed=False), MTPRules(recycles_normed=False)]
+RULES = [ModuleInputs(trunk_normed=False), ModuleInputs(recycles_normed=False)]
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
@@ -188,7 +188,7 @@ RULES = [MTPRules(trunk_normed=False), MTPRules(recycles_normed=False)]
     ("nextn", "drafter"), [(2, "mtp-eagle"), pytest.param(2, "mtp-vanilla", marks=pytest.mark.full)]
 )
 def test_what_published_engines_do_otherwise_is_one_field(
-    nextn: int, drafter: DrafterName, rules: MTPRules
+    nextn: int, drafter: DrafterName, rules: ModuleInputs
 ) -> None:
     model = make_family("glm-air")
     model.config = replace(model.config, mtp=rules)
@@ -293,7 +293,7 @@ def first_embedding_zeroed(model: CausalLM) -> None:
     def plant(module: MTPModule) -> None:
         join = module.join
 
-        def wrong(embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+        def wrong(embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
             first = rows.positions[..., None] == 0
             return join(embedding.masked_fill(first, 0.0), hidden, rows)
 
@@ -310,8 +310,8 @@ def draft_positions_stand_still(model: CausalLM) -> None:
             super().__init__()
             self.rope = rope
 
-        def forward(self, start: Tensor, tokens: int, *how: Any, offset: int = 0) -> Rows:
-            rows: Rows = self.rope(start, tokens, *how)
+        def forward(self, start: Tensor, tokens: int, *how: Any, offset: int = 0) -> Positions:
+            rows: Positions = self.rope(start, tokens, *how)
             return replace(rows, first=rows.first + offset)
 
     model.rope = Still(model.rope)  # type: ignore[assignment]

@@ -30,7 +30,7 @@ from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install
 from mtpbuild.runtime.gpu import torch_cuda
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import Package, open_packages
@@ -252,7 +252,7 @@ def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
 def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("mtpbuild.runtime.programs.")]:
         monkeypatch.delitem(sys.modules, name)
-    need = f"this engine needs torch: {install('inductor')}"
+    need = f"this engine needs torch: {advise_install('inductor')}"
     says = f"^{re.escape(need)}$"
     with importing({"torch": None}), pytest.raises(MissingDependencyError, match=says):
         load_programs(engine, read_manifest(engine))

@@ -18,7 +18,7 @@ from mtpbuild.builder.compiler.step_counts import count_step_calls, describe_cou
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.builder.targets.lower_inductor import info
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
@@ -36,7 +36,7 @@ OPTIONS = InductorOptions("cuda", allreduce_strategy="one-shot")
 HIDDEN = 32
 
 
-def traced(program: int, max_batch: int, chunk: int = 8) -> Traced:
+def traced(program: int, max_batch: int, chunk: int = 8) -> TracedProgram:
     """Traces prefill (0) or decode (1) of a rank of two with a layer, nextn 1."""
     model = make_model(num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=64)
     ranks, style = Ranks(2), TARGET.style(OPTIONS, model.config)
@@ -46,7 +46,7 @@ def traced(program: int, max_batch: int, chunk: int = 8) -> Traced:
     return TARGET.trace(make_programs(plan, lower(model, Share(ranks, 1)))[program], plan)
 
 
-def sums(graph: Traced) -> tuple[list[Tensor], list[Tensor]]:
+def sums(graph: TracedProgram) -> tuple[list[Tensor], list[Tensor]]:
     """Returns what is summed by one-shot sums, and what by NCCL."""
     found: dict[str, list[Tensor]] = {"sum_of_ranks": [], "all_reduce": []}
     for node in graph.exported.graph.nodes:
@@ -128,7 +128,7 @@ def test_what_programs_are_told(channel: Any) -> None:
     """Memory is zeros when they begin; when the group is left, nobody waits any longer."""
     gpu: Any = FakeGpu()
     peers = Sharing()
-    told = one_shot.share(gpu, channel, peers)
+    told = one_shot.share_memory(gpu, channel, peers)
     assert told.tolist() == [peers.memory.data_ptr(), 4096, 1]
     assert not peers.memory.any()
     (leave,) = channel.leaving
@@ -140,12 +140,12 @@ def test_where_gpus_share_no_memory(channel: Any, monkeypatch: pytest.MonkeyPatc
     gpu: Any = FakeGpu()
     says = r"see each other's memory \(no peer access\): build it with allreduce_strategy nccl$"
     with pytest.raises(EngineError, match=says):
-        one_shot.share(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
+        one_shot.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
     with pytest.raises(EngineError, match=r"memory \(no module\)"):
-        one_shot.share(gpu, channel, Sharing(ImportError("no module")))
+        one_shot.share_memory(gpu, channel, Sharing(ImportError("no module")))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(EngineError, match=r"need all 2 ranks on one machine, it has 1: build it"):
-        one_shot.share(gpu, channel, Sharing())
+        one_shot.share_memory(gpu, channel, Sharing())
 
 
 def test_torch_is_asked_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, advise_install
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import ROW_STEP
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
@@ -164,7 +164,12 @@ def test_engines_of_one_checkpoint_agree(
     ("provider", "available", "error", "says"),
     [
         ("tpu", ["CPUExecutionProvider"], UsageError, "tpu is unknown; known: cpu, cuda"),
-        ("cuda", ["CPUExecutionProvider"], MissingDependencyError, install("onnxruntime-gpu")),
+        (
+            "cuda",
+            ["CPUExecutionProvider"],
+            MissingDependencyError,
+            advise_install("onnxruntime-gpu"),
+        ),
         ("cuda", ["CUDAExecutionProvider"], EngineError, "can't hold the caches, "),
     ],
 )

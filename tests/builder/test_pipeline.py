@@ -27,7 +27,7 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     UnknownRecipeError,
     UsageError,
-    install,
+    advise_install,
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target
@@ -373,7 +373,7 @@ def test_end_tokens_are_in_the_vocabulary(ids: Any, smallest: Path, tmp_path: Pa
 
 def test_a_missing_package_is_named() -> None:
     with (
-        pytest.raises(MissingDependencyError, match=re.escape(install("build"))),
+        pytest.raises(MissingDependencyError, match=re.escape(advise_install("build"))),
         needs("build", "torch"),
     ):
         raise ModuleNotFoundError(name="torch._C")

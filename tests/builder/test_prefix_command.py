@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder.compiler.prefixes import Beginning
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, check_files, read_manifest
-from mtpbuild.runtime.prefix_cache.tree import common
+from mtpbuild.runtime.prefix_cache.tree import count_common
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
 from tests.support.invoke import invoke, refusal
 
@@ -113,7 +113,7 @@ def test_a_token_that_spans_the_border_ends_the_match(tiny_engine: Callable[...,
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
         text = tokenizer.chat_prompt(messages)
         whole = tokenizer.encode(text, add_special_tokens=False)
-        assert common(whole, begun) == len(begun), content
+        assert count_common(whole, begun) == len(begun), content
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.plugins import matmul_scaled, mla_queries, mla_rows_write
 from tests.support.gpu_steps import ON_GPU, with_kernels
@@ -50,7 +50,9 @@ def test_who_sums(read_twice: bool) -> None:
     operands = torch.randn(1, TOKENS, DEPTH, generator=g), angle, cache, start
     wanted = model(*operands)
     plan: Any = SimpleNamespace(style=ON_GPU)
-    lowered = with_kernels(Traced("part", torch.export.export(model, operands), (), (), plan))
+    lowered = with_kernels(
+        TracedProgram("part", torch.export.export(model, operands), (), (), plan)
+    )
     calls = [op_name(node).removeprefix("mtpbuild_triton::") for node in lowered.graph.nodes]
     first = "matmul_scaled" if read_twice else "matmul_scaled_parts"
     assert [name for name in calls if name.startswith("m")] == [

@@ -17,10 +17,10 @@ from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     WEIGHTS,
@@ -29,7 +29,7 @@ from mtpbuild.runtime.contract.manifest import (
     rank_name,
     read_manifest,
 )
-from mtpbuild.runtime.contract.targets import names
+from mtpbuild.runtime.contract.targets import target_names
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_folders, start_ranks
 from tests.support.checkpoints import load_config, random_checkpoint
@@ -47,7 +47,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def touch(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+def touch(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Stand in for AOTInductor, which writes two files."""
     assert len(weights) > 10
     (folder / f"{traced.name}.constants.safetensors").write_bytes(b"constants")
@@ -243,14 +243,14 @@ def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
     assert len(prints) == 2
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", target_names())
 def test_versions_of_the_targets_own_packages_count(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine of target onnxruntime stays as it is when TensorRT is upgraded."""
     plan, target = Plan(load_config(checkpoint), 1, "mtp-eagle", 1, 64, 16), load_target(name)
     before = fingerprint(identities(checkpoint), plan, target)
-    every = {package for other in names() for package in load_target(other).packages}
+    every = {package for other in target_names() for package in load_target(other).packages}
 
     def upgrade(upgraded: str, package: str) -> str:
         return "99" if package == upgraded else version(package)

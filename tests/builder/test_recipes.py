@@ -15,7 +15,7 @@ from mtpbuild.builder.plan.recipe import (
     name_model,
 )
 from mtpbuild.builder.weights.scheme import SCHEMES
-from mtpbuild.runtime.contract.targets import names
+from mtpbuild.runtime.contract.targets import target_names
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
@@ -50,7 +50,7 @@ def test_each_has_a_configuration_a_layout_and_a_source() -> None:
     for recipe in load_recipes():
         load_config(recipe.config_folder)
         assert recipe.layout in SCHEMES
-        assert recipe.target in names()
+        assert recipe.target in target_names()
         assert [recipe.shipped, bool(recipe.repository), bool(recipe.made_from)].count(True) == 1
         assert (recipe.download is None) == (recipe.repository is None)
         assert recipe.made_from is None or find_recipe(recipe.made_from) is not None

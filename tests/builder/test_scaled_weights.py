@@ -22,7 +22,7 @@ from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.measure.compare import LARGEST_DIFFERENCE
 from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
@@ -174,7 +174,7 @@ def test_bytes_of_an_engine(folder: MakeFolder, tmp_path: Path) -> None:
     for name, parts in {"fp8-experts": 2, "nvfp4-experts": 3}.items():
         layer: Any = kept_model(folder(name), tmp_path).layers[1]
         weight = layer.mlp.gate_up_proj
-        assert isinstance(weight, Scaled)
+        assert isinstance(weight, ScaledWeight)
         assert len(list(weight.parameters())) == parts
         assert weight.values.shape == (24, 160 // (parts - 1), 128)
         assert weight.scales.shape == (24, 5 if parts == 2 else 10, 128)  # 160 = 5 * 32

@@ -21,7 +21,7 @@ from mtpbuild.builder.compiler.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import (
     lower_tensorrt,
     lower_tensorrt_rtx,
@@ -43,7 +43,7 @@ from mtpbuild.runtime.errors import (
     EngineError,
     MissingDependencyError,
     MtpbuildError,
-    install,
+    advise_install,
 )
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
@@ -272,7 +272,7 @@ class TestWhatCanNotRun:
     @pytest.mark.parametrize("module", ["tensorrt_rtx_bindings", "cuda.bindings.runtime"])
     def test_missing_packages(self, engine: Path, module: str) -> None:
         with importing({module: None}):
-            assert install("tensorrt-rtx") in refusal(engine)
+            assert advise_install("tensorrt-rtx") in refusal(engine)
             with pytest.raises(MissingDependencyError):
                 load(engine)
 
@@ -380,7 +380,7 @@ class TestWhatCanNotBeBuilt:
         missing = importing({"tensorrt_rtx_bindings": None})
         with missing, pytest.raises(MissingDependencyError) as caught:
             build(place)
-        says = f"target tensorrt-rtx needs tensorrt_rtx_bindings: {install('tensorrt-rtx')}"
+        says = f"target tensorrt-rtx needs tensorrt_rtx_bindings: {advise_install('tensorrt-rtx')}"
         assert str(caught.value) == says
 
     def test_large_vocabularies(self, trt: FakeTensorRt) -> None:
@@ -405,7 +405,7 @@ class TestWhatCanNotBeBuilt:
     def compiling(graph: bytes) -> contextlib.AbstractContextManager[None]:
         """Compile this graph, whatever the program is."""
 
-        def lower(traced: Traced, weights: object, folder: Path) -> bytes:
+        def lower(traced: TracedProgram, weights: object, folder: Path) -> bytes:
             file = folder / f"{traced.name}.onnx"
             file.write_bytes(graph)
             return bytes(lower_tensorrt_rtx.compile_graph(file, traced.plan))
@@ -418,7 +418,7 @@ class TestTargetTensorRt:
 
     def test_it_runs_the_same(self, engine: Path, trt: FakeTensorRt) -> None:
         manifest = changed(engine, name="tensorrt", versions={"tensorrt": "1.7.1.116"})
-        says = f"target tensorrt needs tensorrt: {install('tensorrt')}"
+        says = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}"
         with importing({"tensorrt": None}):
             assert refusal(engine, manifest) == says
         with importing({"tensorrt": trt}):
@@ -431,12 +431,12 @@ class TestTargetTensorRt:
     ) -> None:
         asked = replace(place, target="tensorrt", options={})
         begin, end = "target tensorrt can't compile here: ", " (checked: flags and config.json: "
-        no_cuda = f"using a GPU needs cuda.bindings.runtime: {install('tensorrt')}"
+        no_cuda = f"using a GPU needs cuda.bindings.runtime: {advise_install('tensorrt')}"
         no_gpu = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
-        no_trt = f"target tensorrt needs tensorrt: {install('tensorrt')}"
+        no_trt = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}"
         no_compiler = (
             "building for target tensorrt needs torch_tensorrt: "
-            f"{install('tensorrt,tensorrt-build,build')}"
+            f"{advise_install('tensorrt,tensorrt-build,build')}"
         )
         have = {"tensorrt": trt, "torch_tensorrt": None}
         for modules, code, says in (
@@ -462,7 +462,7 @@ class TestTargetTensorRt:
             target_tensorrt.TARGET.check_machine(cheap_plan())
         refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
         with failing(lower_tensorrt, "convert", refusal), pytest.raises(BuildError) as caught:
-            lower_tensorrt.compile_program(cast(Traced, None), {})
+            lower_tensorrt.compile_program(cast(TracedProgram, None), {})
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
@@ -471,7 +471,7 @@ class TestTargetTensorRt:
     def test_where_the_weights_are(
         self, strip: bool, folder: Path, tmp_path: Path, trt: FakeTensorRt
     ) -> None:
-        def lower(traced: Traced, weights: object, folder: Path) -> str:
+        def lower(traced: TracedProgram, weights: object, folder: Path) -> str:
             assert traced.plan.options.strip_weights == strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
             return f"{traced.name}.engine"

@@ -15,7 +15,7 @@ from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.program.trace import Traced, trace
+from mtpbuild.builder.program.trace import TracedProgram, trace
 from mtpbuild.builder.targets.passes.in_place import update_in_place
 from mtpbuild.builder.targets.tensorrt import TARGET
 from tests.support.checkpoints import lower, make_predictable
@@ -41,7 +41,7 @@ OF_A_STEP = {
 }
 
 
-def programs(slots: int) -> Iterator[tuple[Traced, Any, Plan]]:
+def programs(slots: int) -> Iterator[tuple[TracedProgram, Any, Plan]]:
     """Yields prefill, decode and decode_mixed of a model with both kinds of layers."""
     reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
     style = style_of("tensorrt", dtype="float32")

@@ -20,7 +20,7 @@ from torch import Tensor
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
 from mtpbuild.plugins.logit_edits import without_forbidden
-from mtpbuild.runtime.constraints.grammar import Matcher
+from mtpbuild.runtime.constraints.grammar import GrammarMatcher
 from mtpbuild.runtime.contract.controls import GREEDY, WORD
 from mtpbuild.runtime.contract.programs import Constraint
 from tests.support.kernels import asked_of, random_mixed
@@ -124,7 +124,7 @@ def constraints(bug: Bug) -> dict[tuple[int, ...], Constraint]:
     found = {}
     for count in range(K + 1):
         for newest, *drafts in product(range(V), repeat=count + 1):
-            matcher = Matcher(ToyMatcher(newest), (), K + 1, 1, GREEDY)  # type: ignore[arg-type]
+            matcher = GrammarMatcher(ToyMatcher(newest), (), K + 1, 1, GREEDY)  # type: ignore[arg-type]
             found[newest, *drafts] = bug(matcher.next_constraint(drafts))
     return found
 

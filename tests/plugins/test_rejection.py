@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
-from mtpbuild.plugins.accept_mixed.op import Judged
+from mtpbuild.plugins.accept_mixed.op import RuleInputs
 from mtpbuild.plugins.block_verification import verify_block
 from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
@@ -75,7 +75,7 @@ def test_a_choice_that_can_not_be_gives_way() -> None:
     asked = {"thrifty": ones > 0, "thrifty_share": torch.ones(1)}
     for choice in (-1, 0, 2, V):
 
-        def choose(judged: Judged, own: Tensor, token: int = choice) -> tuple[Tensor, Tensor]:
+        def choose(judged: RuleInputs, own: Tensor, token: int = choice) -> tuple[Tensor, Tensor]:
             return 0 * judged.drafts + token, own
 
         rule = replace(THRIFTY, chooses=choose)

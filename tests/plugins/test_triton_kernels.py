@@ -14,7 +14,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.definition import keep
 from mtpbuild.plugins.moe.op import NO_EXPERT
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.sampling.params import COLDEST
 from tests.support import kernels
 from tests.support.acceptance_cases import (
@@ -258,7 +258,7 @@ def test_the_experts_are_the_models() -> None:
     """The references of both ops are GatheredMoE without its shared experts."""
     torch.manual_seed(0)
     config = tiny_experts()
-    model = GatheredMoE(config)
+    model = GatheredMoE(config, ALONE)
     for parameter in model.parameters():
         parameter.normal_(std=0.3)
     x = torch.randn(7, config.hidden_size)
@@ -280,7 +280,7 @@ def test_the_experts_are_the_models() -> None:
 def test_many_tokens_go_in_pieces() -> None:
     """Many tokens, of a step or of a chunk of open size, give what each would give alone."""
     torch.manual_seed(0)
-    model = GatheredMoE(tiny_experts())
+    model = GatheredMoE(tiny_experts(), ALONE)
     for parameter in model.parameters():
         parameter.normal_(std=0.3)
     x = torch.randn(1, 300, 12)
@@ -305,7 +305,7 @@ def test_experts_of_two_ranks(tokens: int) -> None:
     """Each sums its own experts; the other's are nobody to its kernels."""
     torch.manual_seed(0)
     config = replace(tiny_experts(), n_routed_experts=24, topk_group=4)
-    whole = GatheredMoE(config)
+    whole = GatheredMoE(config, ALONE)
     for parameter in whole.parameters():
         parameter.normal_(std=0.3)
     x = torch.randn(1, tokens, 12)

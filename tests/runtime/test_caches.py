@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.contract.manifest import CacheType
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
-from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, HostMemory, PackedCaches, rounded
+from mtpbuild.runtime.programs.host_slots import (
+    GROWTH,
+    ROW_STEP,
+    HostMemory,
+    PackedCaches,
+    round_up_rows,
+)
 from mtpbuild.runtime.programs.slots import Caches, Memory, finite
 from tests.support.fake_gpu import FakeGpu
 
@@ -112,7 +118,7 @@ def test_rows_grow_by_a_quarter_and_shrink_late() -> None:
     assert all(after >= min(GROWTH * before, 10_000) for before, after in pairwise(seen))
     assert not caches.fit(5_100)
     assert caches.fit(4_900)
-    assert caches.rows == rounded(4_900, 10_000)
+    assert caches.rows == round_up_rows(4_900, 10_000)
 
 
 def test_parked_slots_are_out_of_reach() -> None:

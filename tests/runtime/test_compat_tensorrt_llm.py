@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.runtime.configuration.read import parse_llm_yaml
 from mtpbuild.runtime.configuration.settings import Configuration
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError, advise_install
 from tests.support.stand_ins import importing
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
@@ -212,7 +212,7 @@ def test_files_that_can_not_be_read(name: str, tmp_path: Path) -> None:
 def test_yaml_is_an_extra(tmp_path: Path) -> None:
     with importing({"yaml": None}), pytest.raises(MissingDependencyError) as caught:
         parse_yaml(tmp_path, "")
-    assert str(caught.value) == f"--config {tmp_path}/x.yaml: needs yaml: {install('yaml')}"
+    assert str(caught.value) == f"--config {tmp_path}/x.yaml: needs yaml: {advise_install('yaml')}"
 
 
 @pytest.mark.parametrize("name", OTHER_METHODS)

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
-from mtpbuild.runtime.constraints.grammar import Grammars, Matcher
+from mtpbuild.runtime.constraints.grammar import GrammarMatcher, Grammars
 from mtpbuild.runtime.constraints.json_schema import close_objects
 from mtpbuild.runtime.contract.controls import GREEDY
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import install
+from mtpbuild.runtime.errors import advise_install
 from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 from tests.support.nasty_bodies import CHAIN, schema
@@ -275,7 +275,7 @@ def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
     """An engine runs without it; a request that needs it says what to install."""
     run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3))]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert done.stdout == f"structured_outputs need llguidance: {install('serve')}\n"
+    assert done.stdout == f"structured_outputs need llguidance: {advise_install('serve')}\n"
 
 
 def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
@@ -288,7 +288,7 @@ def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
 
 
 def test_json_has_no_white_space(grammars: Grammars, backend: tokenizers.Tokenizer) -> None:
-    grammar: Matcher = grammars.matcher(JSON, GREEDY)
+    grammar: GrammarMatcher = grammars.matcher(JSON, GREEDY)
     said: list[int] = []
     for _ in itertools.count():
         token = bits(grammar.next_constraint([]).allowed[0])[-1]

@@ -10,7 +10,7 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.programs.mapped_weights import mapped
+from mtpbuild.runtime.programs.mapped_weights import map_tensors
 from tests.support.engines import write_manifest
 
 
@@ -26,7 +26,7 @@ def test_copied_weights(tiny_engine: Callable[..., Path]) -> None:
 
 def test_they_are_the_file(tiny_engine: Callable[..., Path]) -> None:
     path = tiny_engine(3) / WEIGHTS
-    copied, lent = mapped(path, huge_pages=True), mapped(path)
+    copied, lent = map_tensors(path, huge_pages=True), map_tensors(path)
     assert copied.keys() == lent.keys()
     for name, array in copied.items():
         assert not np.shares_memory(array, lent[name])

@@ -11,7 +11,7 @@ from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.prefix_cache.cache import default_limit
-from mtpbuild.runtime.prefix_cache.tree import BLOCK, common
+from mtpbuild.runtime.prefix_cache.tree import BLOCK, count_common
 from tests.support.fakes import continuation, fake_engine, fake_manifest
 
 ROW = 4  # bytes
@@ -309,9 +309,9 @@ def test_without_a_cache_nothing_is_saved() -> None:
 
 
 def test_what_two_prompts_have_in_common() -> None:
-    assert common([1, 2, 3], [1, 2, 4]) == 2
-    assert common([1, 2], [1, 2, 4]) == 2
-    assert common([], [1]) == 0
+    assert count_common([1, 2, 3], [1, 2, 4]) == 2
+    assert count_common([1, 2], [1, 2, 4]) == 2
+    assert count_common([], [1]) == 0
 
 
 @pytest.mark.parametrize(

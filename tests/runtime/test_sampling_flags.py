@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mtpbuild.builder.cli import app
 from mtpbuild.runtime.cli.sampling_flags import RunFlags, SamplingFlags, sampling_params
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.flag_groups import flag, group_flags
 
 SHARED = {
     "--acceptance", "--config", "--extra-llm-api-options", "--min-p", "--relaxed-delta",
@@ -30,7 +30,7 @@ class Size:
 def test_a_group_is_a_parameter_of_the_command() -> None:
     seen = []
 
-    @grouped
+    @group_flags
     def paint(
         name: Annotated[str, typer.Argument()],
         size: Size,

@@ -269,6 +269,12 @@ def loose() -> Iterator[None]:
         del rules._rules._registered["loose"]
 
 
+@pytest.mark.parametrize("name", rules.BUILT_IN)
+def test_a_rule_of_another_package_has_a_name_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"called '{name}' is built in"):
+        Rule(name, lambda judged: None)
+
+
 @pytest.mark.usefixtures("loose")
 def test_settings_of_other_packages_fit_their_controls(engine: Engine) -> None:
     """Whatever their own checks let through, or raise."""

@@ -7,7 +7,7 @@ import pytest
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.contract.targets import TargetRecord, find_target, names, register
+from mtpbuild.runtime.contract.targets import TargetRecord, find_target, register, target_names
 from mtpbuild.runtime.errors import (
     EngineError,
     EngineFormatError,
@@ -52,7 +52,7 @@ def engine_for(target: str, folder: Path) -> Path:
 
 
 def test_those_of_this_package() -> None:
-    assert names()[:4] == BUILT_IN
+    assert target_names()[:4] == BUILT_IN
     for name in BUILT_IN:
         target = find_target(name)
         assert target.name == name
@@ -73,7 +73,7 @@ def test_an_unknown_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("other")
 def test_one_of_another_package(tmp_path: Path) -> None:
     folder = engine_for("by-entry-point", tmp_path / "engine")
-    assert names()[-1] == "by-entry-point"
+    assert target_names()[-1] == "by-entry-point"
     programs = load_programs(folder, read_manifest(folder))
     assert isinstance(programs, FakePrograms)
 

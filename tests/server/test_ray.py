@@ -19,12 +19,12 @@ import pytest
 import yaml
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import install
+from mtpbuild.runtime.errors import advise_install
 from mtpbuild.runtime.server.server import Address, listen
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(find_spec("ray") is None, reason=install("ray")),
+    pytest.mark.skipif(find_spec("ray") is None, reason=advise_install("ray")),
     pytest.mark.xdist_group("tiny"),
 ]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls import FORMS, ToolCalls
+from mtpbuild.runtime.tool_calls import FORMS, ToolCallParser
 from tests.support.split_pieces import cut, fed, joined
 
 V3 = (
@@ -42,7 +42,7 @@ ODD = (
 
 @pytest.mark.parametrize("form", TEXTS)
 def test_calls(form: str) -> None:
-    texts, calls = joined(fed(ToolCalls(FORMS[form]), [TEXTS[form]]))
+    texts, calls = joined(fed(ToolCallParser(FORMS[form]), [TEXTS[form]]))
     assert texts["content"] == "I look."
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [
         ("weather", {"city": "Ulm"}),
@@ -54,8 +54,8 @@ def test_calls(form: str) -> None:
 @given(case=st.sampled_from([*TEXTS.items(), *(("hermes", text) for text in ODD)]), data=st.data())
 def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) -> None:
     form, text = case
-    whole = joined(fed(ToolCalls(FORMS[form]), [text]))
-    assert joined(fed(ToolCalls(FORMS[form]), cut(text, data))) == whole
+    whole = joined(fed(ToolCallParser(FORMS[form]), [text]))
+    assert joined(fed(ToolCallParser(FORMS[form]), cut(text, data))) == whole
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) ->
      (ODD[5], "   said  behind", [("f", "{}")]), (ODD[6], "", [("f", "{}")])],
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> None:
-    texts, found = joined(fed(ToolCalls(FORMS["hermes"]), [text]))
+    texts, found = joined(fed(ToolCallParser(FORMS["hermes"]), [text]))
     assert (texts["content"], found) == (content, calls)
 
 
@@ -92,19 +92,19 @@ def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, o
     """They get the types of the function's schema; without one they are strings."""
     tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)
     call = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
-    _, [(name, found)] = joined(fed(ToolCalls(FORMS["qwen3_coder"], {"f": SCHEMA}), [call]))
+    _, [(name, found)] = joined(fed(ToolCallParser(FORMS["qwen3_coder"], {"f": SCHEMA}), [call]))
     assert (name, json.loads(found)) == ("f", arguments)
 
 
 def test_what_is_no_tagged_call_stays_text() -> None:
     for text in ("<tool_call>weather</tool_call>", "<tool_call>\n<function=f>\n<parameter=a>\n1"):
-        texts, calls = joined(fed(ToolCalls(FORMS["qwen3_coder"]), [text]))
+        texts, calls = joined(fed(ToolCallParser(FORMS["qwen3_coder"]), [text]))
         assert (texts["content"], calls) in ((text, []), ("", [("f", '{"a": "1"}')]))
 
 
 def test_arguments_come_in_pieces() -> None:
     """Each piece of the arguments is told as soon as it is there."""
-    calls = ToolCalls(FORMS["hermes"])
+    calls = ToolCallParser(FORMS["hermes"])
     assert calls.feed('<tool_call>{"name": "f", "arguments": {"te') == [
         AnswerPiece("name", "f"),
         AnswerPiece("arguments", '{"te'),

@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.constraints.grammar import Grammars
-from mtpbuild.runtime.constraints.token_limits import TokenLimits, spellings
+from mtpbuild.runtime.constraints.token_limits import TokenLimits, encode_bad_word
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.text.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -57,7 +57,7 @@ def broken(ids: list[int], params: SamplingParams, tokenizer: Tokenizer) -> bool
     allowed = params.allowed_token_ids
     if allowed is not None and not set(ids) <= set(allowed):
         return True
-    bad = [found for text in params.bad_words for found in spellings(text, tokenizer)]
+    bad = [found for text in params.bad_words for found in encode_bad_word(text, tokenizer)]
     return any(ids[i : i + len(b)] == b for b in bad for i in range(len(ids)))
 
 
@@ -93,7 +93,7 @@ def test_other_rules_keep_to_the_limits(
 
 def test_a_text_of_one_token_is_a_bias_of_it(engine: Engine) -> None:
     """Two ways to forbid tokens: by a mask, and by their logits."""
-    ids = [ids for text in ("the", "1") for ids in spellings(text, engine.tokenizer)]
+    ids = [ids for text in ("the", "1") for ids in encode_bad_word(text, engine.tokenizer)]
     assert {len(each) for each in ids} == {1}
     biased = SamplingParams(60, logit_bias=dict.fromkeys((each[0] for each in ids), -100.0))
     prompt = engine.chat_ids(SUM)
@@ -131,7 +131,7 @@ def test_drafts_behind_which_nothing_may_follow(tokenizer: Tokenizer) -> None:
     """They are not judged; an answer behind which nothing may follow ends with an error."""
     one, two = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ("Q", "Z"))
     params = SamplingParams(9, allowed_token_ids=[one, two], bad_words=["QQ", "QZ"])
-    found_first = [spellings(text, tokenizer)[0] for text in params.bad_words]
+    found_first = [encode_bad_word(text, tokenizer)[0] for text in params.bad_words]
     assert found_first == [[one, one], [one, two]]
     limits = TokenLimits(params, manifest(), tokenizer)
     found = limits.next_constraint([two, one, two])
@@ -174,7 +174,9 @@ def test_texts_beyond_the_vocabulary(tokenizer: Tokenizer) -> None:
     """A tokenizer may have tokens that the model does not have."""
     small = fake_manifest(vocab_size=1000, eos=(EOS,))
     params = SamplingParams(9, bad_words=["the", "return"])
-    most = max(id for text in params.bad_words for ids in spellings(text, tokenizer) for id in ids)
+    most = max(
+        id for text in params.bad_words for ids in encode_bad_word(text, tokenizer) for id in ids
+    )
     assert most >= 1000
     with pytest.raises(RequestError, match=f"bad_words: token id {most} is outside the voc"):
         TokenLimits(params, small, tokenizer)
@@ -199,10 +201,10 @@ def test_spellings_are_vllms(tokenizer: Tokenizer) -> None:
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
-    assert spellings("  the", tokenizer) == [ids("the"), ids(" the")]
+    assert encode_bad_word("  the", tokenizer) == [ids("the"), ids(" the")]
     assert len(ids("(")) == 1
     for text in ("the", "(", "dog", "Qzx", "\n"):
-        found = spellings(text, tokenizer)
+        found = encode_bad_word(text, tokenizer)
         assert found[0] == ids(text.lstrip() or text)
         assert all(len(each) == len(found[0]) for each in found)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.tool_calls import FORMS, ToolCalls, detect_form
+from mtpbuild.runtime.tool_calls import FORMS, ToolCallParser, detect_form
 from mtpbuild.runtime.tool_calls.json_reader import JsonReader
 from tests.support.model_tokenizers import TEMPLATES
 from tests.support.split_pieces import cut, fed, joined
@@ -57,7 +57,7 @@ def template_of(form: str) -> ChatTemplates:
 
 def found(form: str, text: str, tools: Any = None, parts: list[str] | None = None) -> Any:
     """Return what is said, and the calls with their arguments as objects."""
-    texts, calls = joined(fed(ToolCalls(FORMS[form], tools or {}), parts or [text]))
+    texts, calls = joined(fed(ToolCallParser(FORMS[form], tools or {}), parts or [text]))
     return texts["content"], [(name, strict(arguments)) for name, arguments in calls]
 
 
@@ -334,7 +334,7 @@ def test_what_models_write_as_tagged_calls(text: str, content: str, calls: Any) 
 def test_only_the_first_call_where_only_one_is_wanted(form: str) -> None:
     calls = [("f", {"a": "x"}), ("g", {"a": "y"})]
     text = "I look." + rendered(form, calls).removeprefix("<assistant>") + " Done."
-    feed = functools.partial(ToolCalls, FORMS[form], single=True)
+    feed = functools.partial(ToolCallParser, FORMS[form], single=True)
     for parts in ([text], list(text)):
         texts, given_calls = joined(fed(feed(), parts))
         assert [(name, json.loads(a)) for name, a in given_calls] == calls[:1]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.figures import NextnRow, make_rows
+from mtpbuild.builder.bench.figures import NextnResult, make_rows
 from mtpbuild.builder.bench.measure import Contender, Measurements
 from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.measure.host import describe_machine
@@ -67,7 +67,7 @@ def contender(nextn: int, **build: Any) -> Contender:
     return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
 
 
-def report_of(measured: dict[Nextn, Measurements], made: list[NextnRow]) -> Benchmark:
+def report_of(measured: dict[Nextn, Measurements], made: list[NextnResult]) -> Benchmark:
     folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
     settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
     return Benchmark("fake", describe_machine(2), settings, folders, made, measured)

@@ -165,11 +165,11 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
 
 def choosing(c: Any) -> Any:
     """Returns DeepSeek-V3's configuration as V3.2's, with few rows for each token."""
-    from mtpbuild.builder.checkpoint.config import MTPRules
+    from mtpbuild.builder.checkpoint.config import ModuleInputs
     from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
     values = {field.name: getattr(c, field.name) for field in fields(c)}
-    values |= {"mtp": MTPRules(), "indexers": (True,) * c.num_hidden_layers}
+    values |= {"mtp": ModuleInputs(), "indexers": (True,) * c.num_hidden_layers}
     return DeepseekV32Config(**values, index_topk=32, index_n_heads=4, index_head_dim=16)
 
 
@@ -196,7 +196,7 @@ def main(folder: Path, *cases: str) -> None:
     from mtpbuild.builder.compiler.step_counts import count_step_calls
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
-    from mtpbuild.builder.weights.placed import Placed
+    from mtpbuild.builder.weights.placed import ByteRange
 
     torch.set_num_threads(1)
     lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # compiles faster
@@ -247,7 +247,7 @@ def main(folder: Path, *cases: str) -> None:
         with TARGET.compiling():
             for program, plan in programs(model, parts, options):
                 names = (name for name, _ in program.module.named_parameters())
-                weights = {name.removeprefix("model."): Placed(0, 0) for name in names}
+                weights = {name.removeprefix("model."): ByteRange(0, 0) for name in names}
                 triton.clear()
                 traced, path = TARGET.trace(program, plan), place / f"{program.name}.pt2"
                 foreseen = count_step_calls(traced).launches

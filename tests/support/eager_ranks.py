@@ -31,14 +31,14 @@ from tests.support.collectives import HERE, GlooPeers, RankGpu, listened_to
 from tests.support.registry import registered
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.weights.placed import Placed
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
 
 ROOT = Path(__file__).parents[2]
 GPUS, TAKEN = "FAKE_GPUS", "FAKE_GPU_TAKEN"  # in the environment: how many; one that can't be had
 
 
-def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> str:
+def lower(traced: "TracedProgram", weights: "Mapping[str, ByteRange]", folder: Path) -> str:
     from mtpbuild.builder.targets.lower_inductor import _write_constants
 
     file = f"{traced.name}.pt2"

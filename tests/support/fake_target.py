@@ -13,7 +13,7 @@ from torch.fx import Graph
 
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import Program
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.manifest import TensorSpec, read_manifest
@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.programs import MIXED
 from tests.support.registry import registered
 
 
-def no_trace(program: Program, plan: Plan) -> Traced:
+def no_trace(program: Program, plan: Plan) -> TracedProgram:
     """Stand in for torch.export: the graph is empty, and the only inputs are the arguments."""
     exported = cast(ExportedProgram, SimpleNamespace(graph=Graph(), range_constraints={}))
     inputs = tuple(
@@ -30,10 +30,10 @@ def no_trace(program: Program, plan: Plan) -> Traced:
         )
         for name, given in program.arguments.items()
     )
-    return Traced(program.name, exported, inputs, (), plan)
+    return TracedProgram(program.name, exported, inputs, (), plan)
 
 
-def two_bytes(traced: Traced, weights: Any, folder: Path) -> str:
+def two_bytes(traced: TracedProgram, weights: Any, folder: Path) -> str:
     """Stands in for a target's compiler: the program is a file of two bytes."""
     (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
     return f"{traced.name}.onnx"
@@ -76,10 +76,10 @@ def greedy_only() -> contextlib.AbstractContextManager[None]:
     """
     real = load_target("onnxruntime")
 
-    def trace(program: Program, plan: Plan) -> Traced:
+    def trace(program: Program, plan: Plan) -> TracedProgram:
         return (no_trace if program.name.startswith(MIXED) else real.trace)(program, plan)
 
-    def lower(traced: Traced, weights: Any, folder: Path) -> str:
+    def lower(traced: TracedProgram, weights: Any, folder: Path) -> str:
         lower_one = two_bytes if traced.name.startswith(MIXED) else real.lower
         return lower_one(traced, weights, folder)
 
@@ -93,13 +93,13 @@ def all_but_mixed_of(engine: Path) -> contextlib.AbstractContextManager[None]:
     """
     real, built = load_target("onnxruntime"), read_manifest(engine).programs
 
-    def trace(program: Program, plan: Plan) -> Traced:
+    def trace(program: Program, plan: Plan) -> TracedProgram:
         if program.name.startswith(MIXED):
             return real.trace(program, plan)
         spec = built[program.name]
         return replace(no_trace(program, plan), inputs=spec.inputs, outputs=spec.outputs)
 
-    def lower(traced: Traced, weights: Any, folder: Path) -> str:
+    def lower(traced: TracedProgram, weights: Any, folder: Path) -> str:
         if traced.name.startswith(MIXED):
             return real.lower(traced, weights, folder)
         return Path(shutil.copy(engine / built[traced.name].file, folder)).name

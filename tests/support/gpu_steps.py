@@ -16,7 +16,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.program.trace import Traced, trace
+from mtpbuild.builder.program.trace import TracedProgram, trace
 from mtpbuild.builder.targets.passes import gpu_graph, run_passes
 from mtpbuild.builder.targets.passes.in_place import update_in_place
 from mtpbuild.builder.weights.table import choose_formats, family_table
@@ -41,7 +41,7 @@ def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     return model.eval()
 
 
-def with_kernels(traced: Traced) -> ExportedProgram:
+def with_kernels(traced: TracedProgram) -> ExportedProgram:
     """Returns the program as a GPU gets it, with tensors on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_graph, "DEVICE", "cpu")
@@ -50,7 +50,7 @@ def with_kernels(traced: Traced) -> ExportedProgram:
     return lowered
 
 
-def graph_of(traced: Traced) -> Any:
+def graph_of(traced: TracedProgram) -> Any:
     """Returns the graph for a GPU, which overwrites its state."""
     return update_in_place(with_kernels(traced), traced)
 

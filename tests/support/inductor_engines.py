@@ -11,7 +11,7 @@ import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
@@ -65,6 +65,6 @@ def compiled_soon() -> contextlib.AbstractContextManager[None]:
     return compiled_with("aot_inductor.compile_wrapper_opt_level", "O0")
 
 
-def touch(traced: Traced, weights: object, folder: Path) -> str:
+def touch(traced: TracedProgram, weights: object, folder: Path) -> str:
     (folder / f"{traced.name}.pt2").touch()
     return f"{traced.name}.pt2"

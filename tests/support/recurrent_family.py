@@ -16,10 +16,10 @@ from mtpbuild.builder.models.common.layers import (
     MLP,
     DecoderLayer,
     MTPModule,
+    Positions,
     RecurrentLayer,
     RMSNorm,
     Rope,
-    Rows,
     State,
 )
 from mtpbuild.builder.models.common.precision import parameter
@@ -50,7 +50,7 @@ class RunningSum(RecurrentLayer):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.proj = parameter(c.hidden_size, c.hidden_size)
 
-    def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, rows: Positions) -> tuple[Tensor, State]:
         sums = state["sum"][:, None] + x.cumsum(1)
         return x + self.norm(sums) @ self.proj, {"sums": sums}
 

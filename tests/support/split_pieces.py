@@ -5,7 +5,7 @@ import itertools
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls import ToolCalls
+from mtpbuild.runtime.tool_calls import ToolCallParser
 
 
 def joined(pieces: list[AnswerPiece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -29,6 +29,6 @@ def cut(text: str, data: st.DataObject) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def fed(machine: ToolCalls, parts: list[str]) -> list[AnswerPiece]:
+def fed(machine: ToolCallParser, parts: list[str]) -> list[AnswerPiece]:
     pieces = [p for part in parts for p in machine.feed(part)]
     return pieces + machine.feed("", last=True)

@@ -89,7 +89,7 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
-    from mtpbuild.builder.targets.trt_compile import place
+    from mtpbuild.builder.targets.trt_compile import timing_cache_path
     from tests.support.opened import opened
 
     config = load_config(folder)
@@ -124,7 +124,7 @@ def listing(folder: Path) -> dict[str, Any]:
             plugins.clear()
             named.clear()
         assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
-        assert place(trt.__version__, "12.0").is_file()
+        assert timing_cache_path(trt.__version__, "12.0").is_file()
     return found
 
 

@@ -18,8 +18,8 @@ from mtpbuild.builder.models.common.layers import (
     Attention,
     DecoderLayer,
     MTPModule,
+    Positions,
     Rope,
-    Rows,
 )
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.common.precision import parameter
@@ -60,18 +60,20 @@ class ToyAttention(Attention):
         self.qkv_proj = parameter(c.hidden_size, (self.heads + 2 * self.groups) * c.head_dim)
         self.o_proj = parameter(self.heads * c.head_dim, c.hidden_size)
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         sizes = [n * self.width for n in (self.heads, self.groups, self.groups)]
         q, k, v = (x @ self.qkv_proj).split(sizes, dim=-1)
         return self.turned(q, rows), torch.cat([self.turned(k, rows), v], dim=-1)[:, None]
 
-    def turned(self, x: Tensor, rows: Rows) -> Tensor:
+    def turned(self, x: Tensor, rows: Positions) -> Tensor:
         """Rotates the halves of every head of x [B, T, heads * width]."""
         cos, sin = rows.cos[:, :, None], rows.sin[:, :, None]
         a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
-    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
         T, S, fresh_rows = q.shape[1], cache.shape[2], fresh.shape[2]
         last = first[:, None] + torch.arange(T, device=q.device)
         old = torch.arange(S, device=q.device) < rows.base[:, None, None]  # [B, 1, S]

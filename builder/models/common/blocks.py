@@ -24,7 +24,7 @@ from mtpbuild.plugins.moe.op import NO_EXPERT, run_experts
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class Packed(nn.Module):
+class PackedWeight(nn.Module):
     """Weights [.., in, out] in the layout of the CPU's kernels; fp32 if format is None."""
 
     def __init__(self, shape: tuple[int, ...], format: Integers | None) -> None:
@@ -42,7 +42,7 @@ class Packed(nn.Module):
         self.scales = parameter(*stack, count, blocks, wide, dtype=torch.float16)
 
 
-class PackedBlocks(Packed):
+class PackedBlocks(PackedWeight):
     """A packed product [in, out], or a stack [H, in, out] of one product for each head."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def look_up(weight: Tensor | EmbeddingBlocks | PackedBlocks, tokens: Tensor) -> 
     return weight.look_up(tokens)
 
 
-class PackedExperts(Packed):
+class PackedExperts(PackedWeight):
     """Packed weights [X, in, out] of experts; gates and ups are each padded to whole panels."""
 
     def weighed(self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class ExpertRows(nn.Module):
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
-class Scaled(nn.Module):
+class ScaledWeight(nn.Module):
     """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], for `matmul_scaled`.
 
     group: number of inputs that share a scale. scales_2: the shape of nvfp4's second scales without
@@ -149,14 +149,16 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     assert format is not None
     if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs)
-    return Scaled(shape, weight.scale_group(share), format.second_scales(shape, weight.joined))
+    return ScaledWeight(
+        shape, weight.scale_group(share), format.second_scales(shape, weight.joined)
+    )
 
 
-def parts_of(weight: Tensor | Scaled) -> Parts:
-    return weight.parts if isinstance(weight, Scaled) else (weight, None, None)
+def parts_of(weight: Tensor | ScaledWeight) -> Parts:
+    return weight.parts if isinstance(weight, ScaledWeight) else (weight, None, None)
 
 
-def multiply_gated(x: Tensor, weight: "Tensor | PackedBlocks | Scaled") -> Tensor:
+def multiply_gated(x: Tensor, weight: "Tensor | PackedBlocks | ScaledWeight") -> Tensor:
     """Compute silu(gate) * up of x [.., E] -> [.., I]; the weight's outputs are gates, then ups."""
     if isinstance(weight, PackedBlocks):
         return weight.gated(x)
@@ -170,8 +172,8 @@ def gate_halves(y: Tensor) -> Tensor:
 
 
 def weigh_chosen(
-    gate_up: "Tensor | PackedExperts | ExpertRows | Scaled",
-    down: "Tensor | PackedExperts | ExpertRows | Scaled",
+    gate_up: "Tensor | PackedExperts | ExpertRows | ScaledWeight",
+    down: "Tensor | PackedExperts | ExpertRows | ScaledWeight",
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
@@ -180,7 +182,7 @@ def weigh_chosen(
     if isinstance(gate_up, PackedExperts | ExpertRows):
         weighed: Callable[..., Tensor] = gate_up.weighed
         return weighed(down, x, weights, ids)
-    assert isinstance(down, Tensor | Scaled)
+    assert isinstance(down, Tensor | ScaledWeight)
     flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = map(parts_of, (gate_up, down))
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)

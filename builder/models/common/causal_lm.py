@@ -13,10 +13,10 @@ from mtpbuild.builder.models.common.layers import (
     Attention,
     DecoderLayer,
     MTPModule,
+    Positions,
     RecurrentLayer,
     RMSNorm,
     Rope,
-    Rows,
     State,
     StateUpdates,
 )
@@ -87,12 +87,12 @@ class CausalLM(nn.Module):
         x = nn.functional.embedding(tokens % rows, table)
         return all_reduce(torch.where(is_here, x, 0.0))
 
-    def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, StateUpdates]:
+    def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
         """Return the hidden states [B, T, E] that modules read, and new states; tokens [B, T]."""
         x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows)
         return self.norm(x) if self.config.mtp.trunk_normed else x, updates
 
-    def fill(self, tokens: Tensor, state: State, rows: Rows) -> StateUpdates:
+    def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
         layer, name = self.layers[last], layer_rows(last)
@@ -103,7 +103,7 @@ class CausalLM(nn.Module):
         return updates
 
     def run_layers(
-        self, layers: range, x: Tensor, state: State, rows: Rows
+        self, layers: range, x: Tensor, state: State, rows: Positions
     ) -> tuple[Tensor, StateUpdates]:
         """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
         updates = StateUpdates()
@@ -156,7 +156,7 @@ class CausalLM(nn.Module):
             for name in getattr(module, attribute, ())
         )
 
-    def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+    def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
         """Return the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)
         return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
@@ -209,7 +209,7 @@ class UniformLM(CausalLM):
         super().__init__(c, layers, modules, Rope(c.rope, rotary_dim), ranks)
 
 
-def zero_new_slots(state: Tensor, rows: Rows) -> Tensor:
+def zero_new_slots(state: Tensor, rows: Positions) -> Tensor:
     """Return a recurrent state [B, ..] before a pass, zeroed for slots whose request starts.
 
     An idle slot's start is never 0: it writes its rows at the end of the cache.

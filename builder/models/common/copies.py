@@ -41,6 +41,6 @@ def is_own(c: ModelConfig, copy: Copy) -> bool:
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
 
 
-def repeated(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
+def map_copies(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
     """Map the name of each copy that equals its original to the original's name."""
     return {copy.name: copy.original for copy in copies if not is_own(c, copy)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
-from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
+from mtpbuild.builder.models.common.layers import Attention, Positions, RMSNorm
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows, grouped_rows_write
@@ -55,24 +55,26 @@ class GroupedAttention(Attention):
         gate, y = y.split([queries, y.shape[-1] - queries], dim=-1)
         return y, (gate,)
 
-    def operands(self, y: Tensor, rows: Rows) -> tuple[Any, ...]:
+    def operands(self, y: Tensor, rows: Positions) -> tuple[Any, ...]:
         """Return the first operands of `grouped_rows`."""
         norms = self.q_norm, self.k_norm
         weights = (None if norm is None else norm.weight for norm in norms)
         return y, *weights, rows.cos, rows.sin
 
-    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, gates = self.product(x)
         operands = (*self.operands(y, rows), cache, rows.start)
         q, fresh, cache = grouped_rows_write(*operands, *self.sizes)
         return append_gates(q, gates), fresh, cache
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         y, gates = self.product(x)
         q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
         return append_gates(q, gates), fresh
 
-    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
         gates: Gates = ()
         if self.gated:
             q, *gates = q.chunk(2, dim=-1)

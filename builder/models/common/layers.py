@@ -29,7 +29,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Positions:
     """The positions of a pass's tokens: angles, and the cache rows that they see and write."""
 
     cos: Tensor  # [B, T, rotary dim / 2]
@@ -64,7 +64,7 @@ class Rope(nn.Module):
         active: Tensor | None = None,
         end: int = 0,
         offset: int = 0,
-    ) -> Rows:
+    ) -> Positions:
         """Place `tokens` tokens of each slot from start [B] + offset on, inactive slots at `end`.
 
         One op computes the angles for the kernels of all layers. From PyTorch's operators the
@@ -73,17 +73,17 @@ class Rope(nn.Module):
         operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
         cos, sin, base, place, first = rotary_rows(*operands)
         positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
-        return Rows(cos, sin, base, place, positions, first)
+        return Positions(cos, sin, base, place, positions, first)
 
 
 class Attention(nn.Module):
     """The attention of a decoder layer."""
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         """Project x [B, T, E] to query input [B, T, ..] and to cache rows [B, 1, T, C]."""
         raise NotImplementedError
 
-    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x, and write its rows into cache [B, 1, S, C] at rows.start.
 
         Returns the query input, the fresh rows and the new cache.
@@ -91,7 +91,9 @@ class Attention(nn.Module):
         q, fresh = self.project(x, rows)
         return q, fresh, kv_write(cache, fresh, rows.start)
 
-    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
         """Attend with query input [B, T, ..]; return [B, T, E].
 
         Query t sees the rows of the cache before rows.base [B] and the fresh rows up to first [B] +
@@ -132,27 +134,27 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, cache: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         """Compute all T tokens and write their rows: x [B, T, E] -> [B, T, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         return self.finish(x, q, rows, cache, fresh, rows.first), cache
 
-    def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+    def fill(self, x: Tensor, cache: Tensor, rows: Positions) -> Tensor:
         """Write only the cache rows: in a prompt nothing reads the last layer's output."""
         return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
     def forward_last(
-        self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor
+        self, x: Tensor, cache: Tensor, rows: Positions, at: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute only token at[b] of each slot, but write all rows: [B, 1, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         angles = select_token(rows.cos, at), select_token(rows.sin, at)
-        last = Rows(*angles, rows.base, rows.start, position, at, choice=rows.choice)
+        last = Positions(*angles, rows.base, rows.start, position, at, choice=rows.choice)
         return self.finish(select_token(x, at), select_token(q, at), last, cache, fresh, at), cache
 
     def forward_uncached(
-        self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Rows
+        self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Positions
     ) -> tuple[Tensor, Tensor]:
         """Compute one more token, x [B, 1, E], whose row the cache does not keep.
 
@@ -164,7 +166,7 @@ class DecoderLayer(nn.Module):
         return self.finish(x, q, rows, cache, side, rows.first), side
 
     def finish(
-        self, x: Tensor, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
+        self, x: Tensor, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
     ) -> Tensor:
         x = x + self.summed(self.self_attn.attend(q, rows, cache, fresh, first))
         return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
@@ -187,7 +189,7 @@ class RecurrentLayer(nn.Module):
 
     states: tuple[str, ...]  # their names in the family's `recurrent`
 
-    def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, rows: Positions) -> tuple[Tensor, State]:
         """Compute x [B, T, E] from the states before the first token.
 
         Returns the layer's output [B, T, E], and the tensors that `advance` needs, under keys that
@@ -241,7 +243,7 @@ class MTPModule(DecoderLayer):
         self.embed_tokens: nn.Parameter | None = None
         self.lm_head: nn.Parameter | None = None
 
-    def join(self, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+    def join(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
         """Join Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)

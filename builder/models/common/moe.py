@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.plugins import moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import NO_EXPERT
-from mtpbuild.runtime.ranks import ALONE, Ranks
+from mtpbuild.runtime.ranks import Ranks
 
 
 class Gate(nn.Module):
@@ -90,7 +90,7 @@ class MoE(nn.Module):
 class DenseMoE(MoE):
     """Few experts, all computed by two products; unchosen ones weigh 0, shared ones 1."""
 
-    def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
         super().__init__(c, ranks)
         self.always = 0 if ranks.attention_dp else c.n_shared_experts
         inner = (c.n_routed_experts + self.always) * c.moe_intermediate_size // ranks.tp
@@ -127,7 +127,7 @@ class GatheredMoE(MoE):
 
     by_kernels = ("gate_up_proj", "down_proj")  # weights that our kernels read
 
-    def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
         super().__init__(c, ranks)
         experts = c.n_routed_experts // ranks.ep
         inner = c.moe_intermediate_size * ranks.ep // ranks.tp
@@ -157,7 +157,7 @@ def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
     return MLP(c.hidden_size, inner) if inner else None
 
 
-def feed_forward(c: MoEConfig, layer: int, ranks: Ranks = ALONE) -> nn.Module:
+def feed_forward(c: MoEConfig, layer: int, ranks: Ranks) -> nn.Module:
     if not c.is_moe(layer):
         return MLP(c.hidden_size, c.intermediate_size // ranks.parts)
     return DenseMoE(c, ranks) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, ranks)

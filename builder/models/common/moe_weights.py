@@ -73,8 +73,8 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         yield product(f"{to}.experts.down_proj", *downs, rows=side_by_side, joined=1)
     else:  # each expert is a slice, whose gate and up are one product
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
-        yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gates), joined=0)
-        yield Weight(f"{to}.down_proj", tuple(downs), stacked, slices=len(downs), joined=0)
+        yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), joined=0)
+        yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), joined=0)
     if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
@@ -83,7 +83,7 @@ def side_by_side(*w: Tensor) -> Tensor:
     return torch.cat(w, dim=1)
 
 
-def stacked(*w: Tensor) -> Tensor:
+def make_slice(*w: Tensor) -> Tensor:
     return torch.cat(w).T[None]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.blocks import Packed
-from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
+from mtpbuild.builder.models.common.blocks import PackedWeight
+from mtpbuild.builder.models.common.layers import Attention, Positions, RMSNorm
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
@@ -52,16 +52,16 @@ class LatentAttention(Attention):
         self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
         self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)
 
-    def first_product(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
+    def first_product(self, x: Tensor, rows: Positions) -> tuple[Any, ...]:
         """Compute the first operands of `mla_rows`."""
         norm = None if self.config.q_lora_rank is None else self.q_a_layernorm.weight
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
-    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, operands = self.config, self.first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         c = self.config
         return mla_rows(*self.first_product(x, rows), c.latent_norm_eps, c.rope_interleave)
 
@@ -69,17 +69,19 @@ class LatentAttention(Attention):
         """Project query input [B, T, ..] to all heads' nope, then all heads' pe."""
         return q if self.config.q_lora_rank is None else q @ self.q_b_proj
 
-    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
         q = self.second_product(q)
         if rows.expand:
             return self.expanded(q, rows, cache) @ self.o_proj
         return self.absorbed(q, rows, (cache, fresh, rows.base, first)) @ self.o_proj
 
-    def absorbed(self, q: Tensor, rows: Rows, place: tuple[Tensor, ...]) -> Tensor:
+    def absorbed(self, q: Tensor, rows: Positions, place: tuple[Tensor, ...]) -> Tensor:
         """Attend to latents with queries q [B, T, ..]: [B, T, H v]. place: see `mla_attention`."""
         c, angles = self.config, (rows.cos, rows.sin)
         chosen = () if rows.choice.rows is None else (rows.choice.rows,)
-        if isinstance(uk := self.w_uk, Packed):
+        if isinstance(uk := self.w_uk, PackedWeight):
             uv: Any = self.w_uv
             weights = uk.values, uk.scales, uv.values, uv.scales
             sizes = self.scale, c.kv_lora_rank, c.v_head_dim
@@ -87,7 +89,7 @@ class LatentAttention(Attention):
         q = mla_queries(q, uk, *angles, c.rope_interleave)
         return mla_values(mla_attention(q, *place, self.scale, c.kv_lora_rank, *chosen), self.w_uv)
 
-    def expanded(self, q: Tensor, rows: Rows, cache: Tensor) -> Tensor:
+    def expanded(self, q: Tensor, rows: Positions, cache: Tensor) -> Tensor:
         """Attend in the expanded form over a cache that holds the fresh rows: [B, T, H v].
 
         With widths r, n, v of latent, nope and values, expanding S rows costs 2 S H r (n + v)

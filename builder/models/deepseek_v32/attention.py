@@ -6,7 +6,7 @@ Shapes: B slots, T tokens, E hidden size, H heads of the indexer, D values of ea
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.layers import Rows
+from mtpbuild.builder.models.common.layers import Positions
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.deepseek_v3.attention import LatentAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
@@ -29,14 +29,20 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(D, EPS).requires_grad_(False)
         self.weights_proj = parameter(E, H)
 
-    def keys(self, x: Tensor, rows: Rows) -> Tensor:
+    def keys(self, x: Tensor, rows: Positions) -> Tensor:
         """Compute the indexer's part of the cache rows of x [B, T, E]: [B, 1, T, D]."""
         norm, c = self.k_norm, self.config
         rotation = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
         return index_keys(x @ self.wk, norm.weight, norm.bias, *rotation)[:, None]
 
     def choose(
-        self, q: Tensor, weights: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
+        self,
+        q: Tensor,
+        weights: Tensor,
+        rows: Positions,
+        cache: Tensor,
+        fresh: Tensor,
+        first: Tensor,
     ) -> Tensor:
         """Choose rows for queries' latents q [B, T, ..]; weights [B, T, H]: the heads'."""
         c, place = self.config, (cache, fresh, rows.base, first)
@@ -56,14 +62,14 @@ class SparseAttention(LatentAttention):
         super().__init__(c, ranks)
         self.indexer = Indexer(c) if has_indexer else None
 
-    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.indexer is None:
             return super().write(x, rows, cache)
         q, fresh = self.project(x, rows)
         rounded = cast(fresh, cache.dtype)  # this pass reads the same values as later ones
         return q, cast(rounded, fresh.dtype), kv_write(cache, rounded, rows.start)
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         q, fresh = super().project(x, rows)
         if self.indexer is None:
             return q, fresh
@@ -71,7 +77,9 @@ class SparseAttention(LatentAttention):
         q = torch.cat([cast(q, torch.float32), weights], dim=-1)
         return q, torch.cat([fresh, self.indexer.keys(x, rows)], dim=-1)
 
-    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
         if self.indexer is not None:
             c = self.config
             q, weights = q.split([q.shape[-1] - c.index_n_heads, c.index_n_heads], dim=-1)

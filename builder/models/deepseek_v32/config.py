@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, MTPRules, Reader, flag, integer
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, ModuleInputs, Reader, flag, integer
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.models.deepseek_v3 import config as deepseek_v3
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
@@ -15,8 +15,8 @@ FULL, SHARED = "full", "shared"  # names in `indexer_types`
 LETTERS = {"F": FULL, "S": SHARED}  # in `index_topk_pattern`
 
 
-def mtp_rules(read: Reader, key: str) -> MTPRules:
-    return MTPRules(shares_choice=read.flag("index_share_for_mtp_iteration", False))
+def mtp_rules(read: Reader, key: str) -> ModuleInputs:
+    return ModuleInputs(shares_choice=read.flag("index_share_for_mtp_iteration", False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class DeepseekV32Config(DeepseekV3Config):
     # Whether each main layer has an indexer. A layer without one reuses the choice of the nearest
     # layer before it that has one.
     indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
-    mtp: MTPRules = field(metadata={"read": mtp_rules})
+    mtp: ModuleInputs = field(metadata={"read": mtp_rules})
 
     def has_indexer(self, layer: int) -> bool:
         """Return whether a layer chooses rows itself, as all MTP modules do."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtpbuild.builder.checkpoint.config import MTPRules, Reader, fixed, integer
+from mtpbuild.builder.checkpoint.config import ModuleInputs, Reader, fixed, integer
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
     attention_splits,
@@ -21,7 +21,7 @@ PREFIX = "model.mtp_layers."
 # vLLM (Xiaomi's code, PR #17433) and exllamav3 (PR #238: 88 % of first drafts accepted). SGLang
 # passes normalised hidden states. No checkpoint has more than one module, so a second draft's input
 # is undefined; like exllamav3, we use the state before `final_layernorm`.
-RULES = MTPRules(hidden_first=True, trunk_normed=False, recycles_normed=False)
+RULES = ModuleInputs(hidden_first=True, trunk_normed=False, recycles_normed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class MimoConfig(GroupedConfig):
     """Qwen2's values: queries, keys and values have biases, and whole heads rotate."""
 
     intermediate_size: int = integer()
-    mtp: MTPRules = fixed(RULES)
+    mtp: ModuleInputs = fixed(RULES)
 
 
 def parse_config(raw: Mapping[str, Any]) -> MimoConfig:

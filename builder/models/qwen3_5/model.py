@@ -13,10 +13,10 @@ from mtpbuild.builder.models.common.layers import (
     MLP,
     DecoderLayer,
     MTPModule,
+    Positions,
     RecurrentLayer,
     RMSNorm,
     Rope,
-    Rows,
     State,
     sum_over_ranks,
 )
@@ -92,7 +92,7 @@ class DeltaLayer(RecurrentLayer):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State, rows: Positions) -> tuple[Tensor, State]:
         mixed, tokens = self.linear_attn(self.input_layernorm(x), state)
         x = x + sum_over_ranks(mixed, self.ranks)
         fed = self.mlp(self.post_attention_layernorm(x))

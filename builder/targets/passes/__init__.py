@@ -1,6 +1,6 @@
 """Passes: functions that rewrite a graph before a target compiles it.
 
-A pass takes the graph and its `Traced`, and returns the graph, rewritten in place or anew.
+A pass takes the graph and its `TracedProgram`, and returns the graph, rewritten in place or anew.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 from mtpbuild.runtime.errors import BuildError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 
 class Dump:
@@ -55,7 +55,7 @@ def dump_graph(program: str, stage: str, graph: Any) -> None:
         dump.write(program, stage, graph)
 
 
-def run_passes(names: Sequence[str], graph: Any, traced: "Traced") -> Any:
+def run_passes(names: Sequence[str], graph: Any, traced: "TracedProgram") -> Any:
     """Rewrite a graph by passes, each named `module.function`; return the graph."""
     for name in names:
         module, _, function = name.partition(".")

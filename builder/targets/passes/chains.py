@@ -13,12 +13,12 @@ import onnx_ir as ir
 from mtpbuild.runtime.cpu_library import DOMAIN
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 CHAIN = "Chain"
 
 
-def join_chains(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
+def join_chains(model: ir.Model, traced: "TracedProgram | None" = None) -> ir.Model:
     """Join runs of our operators; others run as early as they can, so that runs are long."""
     for run in [run for run in _runs(model.graph) if len(run) > 1]:
         _replace_by_chain(model.graph, run)

@@ -12,7 +12,7 @@ from onnx_ir.passes import common
 from mtpbuild.runtime.cpu_library import DOMAIN
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 # Operator -> index of an optional input.
 NORM = {"Product": 3, "GatedProduct": 3}  # the weight of a norm of the operand
@@ -28,7 +28,7 @@ STATES = {
 }
 
 
-def fuse_neighbours(model: ir.Model, traced: "Traced | None" = None) -> ir.Model:
+def fuse_neighbours(model: ir.Model, traced: "TracedProgram | None" = None) -> ir.Model:
     """Fuse norms, sums and zeroed states into the operators beside them.
 
     In a decode step the delta rule drops its output of the state after all tokens, which only

@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 from mtpbuild import plugins
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 
 NAMESPACE = "mtpbuild_triton::"
 DEVICE = "cuda:0"  # with a number, as PyTorch's checks of tensors distinguish cuda from cuda:0
 
 
-def compute_both_branches(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def compute_both_branches(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: cond(p, yes, no, operands). After: where(p, yes(operands), no(operands)) per result.
 
     A branch would be decided on the host, which a CUDA graph can't ask. Nested branches are
@@ -30,19 +30,19 @@ def compute_both_branches(exported: ExportedProgram, traced: "Traced") -> Export
     return exported
 
 
-def move_to_gpu(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def move_to_gpu(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: all tensors are on the CPU. After: on the GPU. This modifies the given program."""
     return move_to_device_pass(exported, DEVICE)
 
 
-def launch_kernels(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def launch_kernels(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: ops that have Triton kernels. After: their launches."""
     ops = traced.plan.style.pipeline.ops
     table = {name: file for name, file in ops.items() if file == "triton"}
     return exported.run_decompositions(plugins.facets(table))
 
 
-def sum_parts_in_readers(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def sum_parts_in_readers(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: one of our kernels alone reads a product. After: it sums the product's parts."""
     readers = {NAMESPACE + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph

@@ -13,10 +13,10 @@ from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.plugins import IN_PLACE
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 
-def update_in_place(exported: ExportedProgram, traced: "Traced") -> GraphModule:
+def update_in_place(exported: ExportedProgram, traced: "TracedProgram") -> GraphModule:
     """Before: state and outputs are returned. After: outputs are, and state is updated in place.
 
     A state tensor that the program passes on unchanged is not written.

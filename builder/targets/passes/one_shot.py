@@ -13,13 +13,15 @@ from mtpbuild.plugins import sum_of_ranks
 from mtpbuild.runtime.contract.sums import MOST, PEERS
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 FUNCTIONAL = torch.ops._c10d_functional
 FLOATS = (torch.bfloat16, torch.float32)
 
 
-def sum_through_shared_memory(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def sum_through_shared_memory(
+    exported: ExportedProgram, traced: "TracedProgram"
+) -> ExportedProgram:
     """Before: all_reduce and its wait. After: `sum_of_ranks`, for sums of `MOST` bytes or less.
 
     This is for engines with --allreduce-strategy one-shot. A new parameter holds the addresses of

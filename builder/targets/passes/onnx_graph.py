@@ -7,18 +7,18 @@ import onnx_ir.passes.common as common
 from onnxscript.optimizer import _constant_folding as folding
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 FOLD_LIMIT = 1 << 20  # bytes; larger constants are weights
 
 
-def inline_functions(model: ir.Model, traced: "Traced") -> ir.Model:
+def inline_functions(model: ir.Model, traced: "TracedProgram") -> ir.Model:
     """Replace calls of functions by their nodes."""
     common.InlinePass()(model)
     return model
 
 
-def fold_constants(model: ir.Model, traced: "Traced") -> ir.Model:
+def fold_constants(model: ir.Model, traced: "TracedProgram") -> ir.Model:
     """Compute values that depend on no input, infer shapes, and remove unused nodes."""
     fold = folding.FoldConstantsPass(
         shape_inference=True, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT
@@ -27,7 +27,7 @@ def fold_constants(model: ir.Model, traced: "Traced") -> ir.Model:
     return model
 
 
-def share_sizes(model: ir.Model, traced: "Traced") -> ir.Model:
+def share_sizes(model: ir.Model, traced: "TracedProgram") -> ir.Model:
     """Read every named size (`rows`, `chunk`, `batch`) from one input of the graph.
 
     Otherwise each layer would read the sizes from its own cache, and have its own copy of every
@@ -54,7 +54,7 @@ def share_sizes(model: ir.Model, traced: "Traced") -> ir.Model:
     return model
 
 
-def merge_equal_nodes(model: ir.Model, traced: "Traced") -> ir.Model:
+def merge_equal_nodes(model: ir.Model, traced: "TracedProgram") -> ir.Model:
     """Merge equal constants, then nodes that compute the same value."""
     ir.passes.Sequential(
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -64,7 +64,7 @@ def merge_equal_nodes(model: ir.Model, traced: "Traced") -> ir.Model:
     return model
 
 
-def tidy(model: ir.Model, traced: "Traced") -> ir.Model:
+def tidy(model: ir.Model, traced: "TracedProgram") -> ir.Model:
     """Remove unused nodes, name all values, and drop metadata of the build machine."""
     ir.passes.Sequential(
         common.RemoveUnusedNodesPass(),

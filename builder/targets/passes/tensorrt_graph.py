@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from torch.export import ExportedProgram
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 
-def decompose(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def decompose(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: all operators of PyTorch. After: those with converters, the same for all ranks."""
     return _decomposed(exported)
 

@@ -8,7 +8,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.program.trace import TracedProgram
 
 aten = torch.ops.aten
 Rewrite = Callable[[Node], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -69,7 +69,7 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
 }
 
 
-def write_plainly(exported: ExportedProgram, traced: "Traced") -> ExportedProgram:
+def write_plainly(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Apply `PLAIN`, in branches too, and mark the program as decomposed.
 
     torch.onnx would trace the program again to decompose it, which takes as long as the first

@@ -14,19 +14,22 @@ namespace {
 constexpr int64_t PARTS = mtp::SPLIT / mtp::BLOCK;  // blocks of rows in a split
 constexpr int64_t LINES = mtp::PANEL * mtp::BLOCK;  // bytes of a block of a panel
 
-// A block of some rows; fewer than 32 numbers are filled up with zeros.
+// A block of some rows: 32 numbers of each, from number `at` on. Fewer are filled up with zeros.
 struct BlockRows {
-  const int8_t* at[mtp::PANEL];
+  const int8_t* const* rows;
+  int64_t at;
+  const int8_t* filled[mtp::PANEL];
   int8_t padded[mtp::PANEL][mtp::BLOCK];
 
-  BlockRows(const mtp::RowBlock& block, const int8_t* const* rows, int64_t count) {
+  BlockRows(const mtp::RowBlock& block, const int8_t* const* rows, int64_t count)
+      : rows(rows), at(block.values) {
+    if (block.count == mtp::BLOCK) return;
     for (int64_t n = 0; n < count; n++) {
-      at[n] = rows[n] + block.values;
-      if (block.count == mtp::BLOCK) continue;
       std::memset(padded[n], 0, mtp::BLOCK);
-      std::memcpy(padded[n], at[n], block.count);
-      at[n] = padded[n];
+      std::memcpy(padded[n], rows[n] + at, block.count);
+      filled[n] = padded[n];
     }
+    this->rows = filled, at = 0;
   }
 };
 
@@ -36,7 +39,8 @@ inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows,
   uint16_t bits[mtp::PANEL];
   for (int64_t b = 0; b < a.key_blocks; b++, values += LINES, scales += mtp::PANEL) {
     BlockRows block(a.keys[b], rows, mtp::PANEL);
-    for (int64_t n = 0; n < mtp::PANEL; n += 8) store_columns(block.at + n, values + 4 * n);
+    for (int64_t n = 0; n < mtp::PANEL; n += 8)
+      store_columns(block.rows + n, block.at, values + 4 * n);
     for (int64_t n = 0; n < mtp::PANEL; n++) std::memcpy(bits + n, rows[n] + a.keys[b].scale, 2);
     for (int64_t n = 0; n < mtp::PANEL; n += 16) store(scales + n, load_halves(bits + n));
   }
@@ -65,7 +69,7 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
   uint16_t bits[mtp::SPLIT];
   for (int64_t r = 0; r < mtp::BLOCK * parts; r += 4, values += 128) {
     BlockRows four(block, rows + r, 4);
-    store_interleaved(four.at, values);
+    store_interleaved(four.rows, four.at, values);
     for (int64_t i = 0; i < 4; i++) std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
   }
   for (int64_t r = 0; r < mtp::BLOCK * parts; r += 16) {

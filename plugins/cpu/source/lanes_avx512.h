@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "layout_x86.h"
+
 namespace {
 
 constexpr int WIDE = 2;
@@ -86,29 +88,6 @@ inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(bits))};
 }
 
-// Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart.
-inline void store_columns(const int8_t* const* rows, uint8_t* to) {
-  __m256i r[8], pairs[8], fours[8];
-  for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[n]));
-  for (int n = 0; n < 8; n += 2) {
-    pairs[n] = _mm256_unpacklo_epi32(r[n], r[n + 1]);
-    pairs[n + 1] = _mm256_unpackhi_epi32(r[n], r[n + 1]);
-  }
-  for (int n = 0; n < 8; n += 4)
-    for (int i = 0; i < 2; i++) {
-      fours[n + 2 * i] = _mm256_unpacklo_epi64(pairs[n + i], pairs[n + 2 + i]);
-      fours[n + 2 * i + 1] = _mm256_unpackhi_epi64(pairs[n + i], pairs[n + 2 + i]);
-    }
-  const __m256i zero = _mm256_set1_epi8(-128);
-  for (int g = 0; g < 4; g++) {
-    __m256i low = _mm256_permute2x128_si256(fours[g], fours[4 + g], 0x20);
-    __m256i high = _mm256_permute2x128_si256(fours[g], fours[4 + g], 0x31);
-    auto at = reinterpret_cast<__m256i*>(to + 128 * g);
-    _mm256_storeu_si256(at, _mm256_xor_si256(low, zero));
-    _mm256_storeu_si256(at + 16, _mm256_xor_si256(high, zero));
-  }
-}
-
 inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);
@@ -117,24 +96,6 @@ inline Ints dot4_signed(Ints sum, Bytes w, const int8_t* four) {
 inline void store_block(int8_t* p, Ints x, Ints y) {
   store_bytes(p, x);
   store_bytes(p + 16, y);
-}
-
-inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
-  __m256i r[4], both[4], four[4];
-  for (int n = 0; n < 4; n++) r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[n]));
-  for (int n = 0; n < 4; n += 2) {
-    both[n] = _mm256_unpacklo_epi8(r[n], r[n + 1]);
-    both[n + 1] = _mm256_unpackhi_epi8(r[n], r[n + 1]);
-  }
-  for (int i = 0; i < 2; i++) {
-    four[2 * i] = _mm256_unpacklo_epi16(both[i], both[2 + i]);
-    four[2 * i + 1] = _mm256_unpackhi_epi16(both[i], both[2 + i]);
-  }
-  auto at = reinterpret_cast<__m256i*>(to);
-  for (int i = 0; i < 2; i++) {
-    _mm256_storeu_si256(at + i, _mm256_permute2x128_si256(four[2 * i], four[2 * i + 1], 0x20));
-    _mm256_storeu_si256(at + 2 + i, _mm256_permute2x128_si256(four[2 * i], four[2 * i + 1], 0x31));
-  }
 }
 
 // dot4<8> and its start for inputs within -64 .. 64.

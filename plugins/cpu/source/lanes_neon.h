@@ -140,11 +140,11 @@ inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
 
 // Writes the eight words of each of eight rows of 32 bytes to columns of words 128 bytes apart; the
 // bytes become unsigned, with zero at 128.
-inline void store_columns(const int8_t* const* rows, uint8_t* to) {
+inline void store_columns(const int8_t* const* rows, int64_t at, uint8_t* to) {
   for (int n = 0; n < 8; n++)
     for (int g = 0; g < 8; g++) {
       uint32_t four;
-      std::memcpy(&four, rows[n] + 4 * g, 4);
+      std::memcpy(&four, rows[n] + at + 4 * g, 4);
       four ^= 0x80808080;
       std::memcpy(to + 128 * g + 4 * n, &four, 4);
     }
@@ -162,9 +162,9 @@ inline void store_block(int8_t* p, Ints x, Ints y) {
 }
 
 // Interleaves four rows of 32 bytes: byte d of row i goes to byte 4 d + i.
-inline void store_interleaved(const int8_t* const* rows, uint8_t* to) {
+inline void store_interleaved(const int8_t* const* rows, int64_t at, uint8_t* to) {
   for (int d = 0; d < 32; d++)
-    for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][d]);
+    for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][at + d]);
 }
 
 // dot4<8> and its start for inputs within -64 .. 64.

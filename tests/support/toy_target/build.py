@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
@@ -37,7 +37,7 @@ class Toy(Target):
     def embeds_weights(self, options: ToyOptions) -> bool:
         return True
 
-    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+    def lower(self, traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
         import torch
         from safetensors.torch import load_file
 
