@@ -29,15 +29,19 @@ OUR_STATES, THEIR_STATES = 3, 2  # reads and writes of a recurrent state in a pa
 
 @dataclass(frozen=True)
 class Cost:
-    """A pass's bytes, its operations with weights, and attention's over cached rows."""
+    """A pass's bytes, its operations with weights, and attention's over cached rows.
+
+    rows: what attention multiplies, "int8" over caches of int8, else "fp32".
+    """
 
     bytes: float
     products: float
     attention: float
+    rows: str = "fp32"
 
     def seconds(self, machine: Machine, weights: str) -> float:
-        """Return the least seconds of the pass; attention is in fp32 for every format."""
-        work = self.products / machine.rate(weights) + self.attention / machine.fp32
+        """Return the least seconds of the pass."""
+        work = self.products / machine.rate(weights) + self.attention / machine.rate(self.rows)
         return max(self.bytes / machine.bandwidth(self.bytes), work)
 
 
@@ -71,7 +75,8 @@ class Counted:
         read += nextn * (held["draft_head"] or held["module head"] / modules or held["head"])
         read += batch * context * (rows["kv"] + len(passes) * rows["mtp_kv"])
         read += batch * OUR_STATES * self.model.state_bytes
-        return Cost(read, *self.operations(nextn, context, batch))
+        kind = "int8" if any(spec.dtype == "int8" for spec in manifest.state) else "fp32"
+        return Cost(read, *self.operations(nextn, context, batch), kind)
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
         """Count the operations of products, and those of attention."""

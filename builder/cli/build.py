@@ -89,10 +89,10 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> list["BuiltE
 
     Returns the engines.
     """
-    from mtpbuild.builder.cli.tables import print_engines, print_stages
+    from mtpbuild.builder.cli.tables import print_dry_run, print_engines, print_stages
     from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.compiler.download import download
-    from mtpbuild.builder.compiler.dry_run import dry_run, print_dry_run
+    from mtpbuild.builder.compiler.dry_run import dry_run
     from mtpbuild.builder.compiler.prefixes import add_prefix, read_files
     from mtpbuild.builder.stages import Stages
 

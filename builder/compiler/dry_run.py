@@ -9,7 +9,6 @@ from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.contract.programs import PLAIN
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.step_counts import StepCounts
@@ -69,60 +68,3 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         sizes = weights, held[out], state, caches
         engines.append(EngineForecast(out, plan, *sizes, found, out not in todo))
     return DryRun(model, engines, list(lacking))
-
-
-def print_dry_run(done: DryRun) -> None:
-    """Print what was read, then a line per engine."""
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    from mtpbuild.builder.compiler.notes import describe_formats
-    from mtpbuild.builder.compiler.step_counts import describe_counts
-    from mtpbuild.builder.program.opened_model import count_words
-    from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
-
-    model = done.model
-    files = [entry.file for entry in model.stored.tensors.values()]
-    print_lines(
-        f"{model.source.folder}: {len(files):,} tensors in {len(set(files))} files, as "
-        f"config.json demands; {model.table.parameters:,} parameters"
-    )
-    print_lines(describe_formats(model))
-    if (scheme := model.scheme) is not None and scheme.main is not None:
-        head = "would stay" if scheme.head is None else f"to {scheme.head}"
-        print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")
-    if model.unfit:
-        print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
-    if counts := count_words(model.dequantised().elements()):
-        print_lines(f"{counts} would be dequantised to {model.style.dtype}")
-    if counts := count_words(model.rounded().values()):
-        print_lines(f"{counts} would be rounded to {model.style.rounds_to}")
-    folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
-    drafters = Column("drafter", no_wrap=True)
-    table = Table(folders, "nextn", drafters, "weights", "state", "build")
-    for engine in done.engines:
-        per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
-        table.add_row(
-            str(engine.folder),
-            f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
-            engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {model.weights_type}{per_rank}",
-            f"{engine.state / 1e9:,.3f} GB{per_rank}",
-            "nothing to do" if engine.unchanged else "to do",
-        )
-    print_lines(table, fold=False)
-    for engine in done.engines:
-        sizes = ", ".join(f"{name} {graph.nodes:,} nodes" for name, graph in engine.graphs.items())
-        if sizes:
-            print_lines(f"{engine.folder}: exported without weights: {sizes}")
-        if step := engine.graphs.get(PLAIN):
-            start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-            held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
-            if engine.held != engine.weights:
-                held += f", all programs together hold {format_size(engine.held)} of weights"
-            temporary = max(graph.temporary for graph in engine.graphs.values())
-            results = f"intermediate results up to {format_size(temporary)}"
-            print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")
-    for line in done.lacking:
-        print_lines(f"can't be built here: {escape(line)}")  # [group] of packages
-    print_lines("dry run: nothing was written")

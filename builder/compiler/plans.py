@@ -94,29 +94,15 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options, flags=True)
     check_target(target, request, options, nextns)
-    style, family = target.style(options, config), family_of(config)
-    if style.for_gpu and family.attention not in target.gpu_attention:
-        can = targets_that(lambda other: family.attention in other.gpu_attention)
-        where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
-        raise UsageError(
-            f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
-        )
+    style = target.style(options, config)
+    check_style(target, request, config, style)
     check_rules(target, request, style)
-    if request.score and (
-        style.for_gpu
-        or request.ranks.tp > 1
-        or Feature.SCORE not in find_target(target.name).features
-    ):
-        raise UsageError(f"--score is for target {targets_with(Feature.SCORE)}")
     check_ranks(config, request.ranks)
     capabilities = target.compute_capabilities(request, options)
     limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
     length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
     ids = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
-    suffix = "_bf16" if style.dtype == "bfloat16" else ""
-    suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
-    suffix += f"_draft{len(ids)}" if ids else ""
-    suffix += "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
+    suffix = name_suffix(request, style, ids)
     plans = dict[Path, Plan]()
     for asked in nextns:
         nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
@@ -196,6 +182,33 @@ def check_target(
             raise UsageError("--rank is one of several: say --tp, how many they are")
         in_range(0, request.rank, request.ranks.tp - 1, "--rank")
     target.check(request, options)
+
+
+def check_style(
+    target: Target, request: BuildRequest, config: ModelConfig, style: GraphStyle
+) -> None:
+    """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
+    family = family_of(config)
+    if style.for_gpu and family.attention not in target.gpu_attention:
+        can = targets_that(lambda other: family.attention in other.gpu_attention)
+        where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
+        raise UsageError(
+            f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
+        )
+    if request.score and (
+        style.for_gpu
+        or request.ranks.tp > 1
+        or Feature.SCORE not in find_target(target.name).features
+    ):
+        raise UsageError(f"--score is for target {targets_with(Feature.SCORE)}")
+
+
+def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:
+    """Return the end of an engine folder's name, which tells the request from the default one."""
+    suffix = "_bf16" if style.dtype == "bfloat16" else ""
+    suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
+    suffix += f"_draft{len(draft_ids)}" if draft_ids else ""
+    return suffix + "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
 
 
 def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> None:

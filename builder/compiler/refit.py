@@ -76,7 +76,7 @@ def refit(
     with changed_engine(engine, old.files.keys() - replaced) as folder:
         watch("write weights")
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
-        refuse(engine, new.source.folder, list(tensor_differences(engine, folder)))
+        refuse(engine, new.source.folder, list(list_tensor_differences(engine, folder)))
         watch("package")
         copy_side_files(new.source.folder, folder, chat_template)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
@@ -132,7 +132,7 @@ def open_model(
             f"{whole.folder}: has {found_modules} MTP modules, {engine} was built with {wanted}: "
             "join the head with --mtp FILE_OR_FOLDER"
         )
-    refuse(engine, whole.folder, differences(before, config))
+    refuse(engine, whole.folder, list_differences(before, config))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
     brings = any(name.startswith(PREFIX) for name in read_header(engine / WEIGHTS)[0])
     found, config = find_source(BuildRequest(model, layers=layers, mtp=mtp))
@@ -167,20 +167,24 @@ def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
         )
 
 
-def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
+def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
     """List `name before -> after` for every value of the configurations that differs."""
-    before, after = flat(asdict(old)), flat(asdict(new))
+    before, after = flatten_settings(asdict(old)), flatten_settings(asdict(new))
     return [f"{n} {value} -> {after[n]}" for n, value in before.items() if value != after[n]]
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
+        found |= (
+            flatten_settings(value, f"{name}.")
+            if isinstance(value, dict)
+            else {prefix + name: value}
+        )
     return found
 
 
-def tensor_differences(old: Path, new: Path) -> Iterator[str]:
+def list_tensor_differences(old: Path, new: Path) -> Iterator[str]:
     """Yield the differences between two weights files.
 
     Programs find weights by offset, so names, order, types and shapes must all be the same.

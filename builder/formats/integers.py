@@ -209,9 +209,9 @@ class Integers(Format):
         return torch.stack([part & 0xF, part >> 4], dim=-1).flatten(-2) + (INT8.zero - INT4.zero)
 
     def pack(self, suffix: str, part: Tensor) -> Tensor:
-        from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
+        from mtpbuild.plugins.cpu.layout import pack_scales, pack_values
 
-        return packed_values(part) if suffix == "" else packed_scales(part)
+        return pack_values(part) if suffix == "" else pack_scales(part)
 
     def _rounded(self, scales: Tensor) -> Tensor:
         """Round scales to the nearest value of their type; round subnormal ones away from zero."""

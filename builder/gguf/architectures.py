@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpbuild.builder.gguf.configs import Config, grouped, hybrid, latent
+from mtpbuild.builder.gguf.configs import Config, make_latent_reader, read_grouped, read_hybrid
 from mtpbuild.builder.gguf.container import Floats, GgufFile, RawTensor
 from mtpbuild.builder.gguf.mapped import Change, GgufWeight, Order, Tiles
 from mtpbuild.runtime.errors import CheckpointError
@@ -93,13 +93,13 @@ class Architecture:
 _deepseek = LAYER | LATENT | SHARED | MODULE
 _qwen = LAYER | DELTA | DELTA_MODULE
 ARCHITECTURES = {
-    "qwen35": Architecture(hybrid, _qwen, "mtp.layers.", factors=True, tiled=True),
-    "qwen35moe": Architecture(hybrid, _qwen, "mtp.layers.", factors=True, tiled=True),
-    "qwen3next": Architecture(hybrid, _qwen, "mtp.layers.", factors=True),
-    "deepseek2": Architecture(latent("deepseek_v3"), _deepseek),
-    "deepseek32": Architecture(latent("deepseek_v32"), _deepseek),
-    "glm-dsa": Architecture(latent("glm_moe_dsa"), _deepseek),
-    "glm4moe": Architecture(grouped, LAYER | SHARED | MODULE),
+    "qwen35": Architecture(read_hybrid, _qwen, "mtp.layers.", factors=True, tiled=True),
+    "qwen35moe": Architecture(read_hybrid, _qwen, "mtp.layers.", factors=True, tiled=True),
+    "qwen3next": Architecture(read_hybrid, _qwen, "mtp.layers.", factors=True),
+    "deepseek2": Architecture(make_latent_reader("deepseek_v3"), _deepseek),
+    "deepseek32": Architecture(make_latent_reader("deepseek_v32"), _deepseek),
+    "glm-dsa": Architecture(make_latent_reader("glm_moe_dsa"), _deepseek),
+    "glm4moe": Architecture(read_grouped, LAYER | SHARED | MODULE),
 }
 
 

@@ -9,7 +9,7 @@ Config = dict[str, Any]
 SIGMOID = 2  # of `expert_gating_func`
 
 
-def sizes(file: GgufFile) -> Config:
+def read_sizes(file: GgufFile) -> Config:
     """Return what all architectures have in config.json."""
     embedding = file.tensor("token_embd.weight")
     return {
@@ -24,7 +24,7 @@ def sizes(file: GgufFile) -> Config:
     }
 
 
-def experts(file: GgufFile) -> Config:
+def read_experts(file: GgufFile) -> Config:
     """Return the numbers of experts, as DeepSeek and GLM have them."""
     softmax = file.key("expert_gating_func", SIGMOID) != SIGMOID
     dense = file.key("leading_dense_block_count", 0)
@@ -45,7 +45,7 @@ def experts(file: GgufFile) -> Config:
     }
 
 
-def latent(kind: str) -> Callable[[GgufFile], Config]:
+def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
     """Return the reader of models with latent attention."""
 
     def config(file: GgufFile) -> Config:
@@ -53,25 +53,25 @@ def latent(kind: str) -> Callable[[GgufFile], Config]:
         width = file.key("attention.key_length_mla", file.key("attention.key_length"))
         values = file.key("attention.value_length_mla", file.key("attention.value_length"))
         theta = file.key("rope.freq_base", 10000.0)
-        model, name = latent_class(kind, file)
+        model, name = choose_latent_class(kind, file)
         return {
             "architectures": [name],
             "model_type": model,
-            **sizes(file),
-            **experts(file),
+            **read_sizes(file),
+            **read_experts(file),
             "q_lora_rank": file.key("attention.q_lora_rank", 0) or None,
             "kv_lora_rank": file.key("attention.kv_lora_rank"),
             "qk_nope_head_dim": width - rope,
             "qk_rope_head_dim": rope,
             "v_head_dim": values,
-            "rope_parameters": {"rope_theta": theta, **yarn(file)},
-            **(indexer(file) if kind != "deepseek_v3" else {}),
+            "rope_parameters": {"rope_theta": theta, **read_yarn(file)},
+            **(read_indexer(file) if kind != "deepseek_v3" else {}),
         }
 
     return config
 
 
-def latent_class(kind: str, file: GgufFile) -> tuple[str, str]:
+def choose_latent_class(kind: str, file: GgufFile) -> tuple[str, str]:
     """Return model_type and class; `deepseek2` is GLM-4.7-Flash's architecture, too."""
     if kind == "deepseek_v3" and str(file.keys.get("tokenizer.ggml.pre", "")).startswith("glm"):
         kind = "glm4_moe_lite"
@@ -84,7 +84,7 @@ def latent_class(kind: str, file: GgufFile) -> tuple[str, str]:
     return kind, names[kind]
 
 
-def indexer(file: GgufFile) -> Config:
+def read_indexer(file: GgufFile) -> Config:
     """Return the values of sparse attention; a layer without the indexer's tensors shares one."""
     types = file.key("attention.indexer.types", [])
     if not types:
@@ -99,7 +99,7 @@ def indexer(file: GgufFile) -> Config:
     }
 
 
-def yarn(file: GgufFile) -> Config:
+def read_yarn(file: GgufFile) -> Config:
     """Return the scaling of positions; converters store mscale_all_dim times 0.1."""
     kind = file.key("rope.scaling.type", "none")
     if kind in ("none", ""):
@@ -118,15 +118,15 @@ def yarn(file: GgufFile) -> Config:
     }
 
 
-def grouped(file: GgufFile) -> Config:
+def read_grouped(file: GgufFile) -> Config:
     """Return GLM-4.5's config.json."""
     width = file.key("attention.key_length")
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
-        **sizes(file),
-        **experts(file),
-        **heads(file),
+        **read_sizes(file),
+        **read_experts(file),
+        **read_heads(file),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         "rope_theta": file.key("rope.freq_base", 10000.0),
@@ -134,14 +134,14 @@ def grouped(file: GgufFile) -> Config:
     }
 
 
-def heads(file: GgufFile) -> Config:
+def read_heads(file: GgufFile) -> Config:
     return {
         "num_key_value_heads": file.key("attention.head_count_kv"),
         "head_dim": file.key("attention.key_length"),
     }
 
 
-def hybrid(file: GgufFile) -> Config:
+def read_hybrid(file: GgufFile) -> Config:
     """Return the config.json of Qwen3.5 and Qwen3-Next."""
     width, values = file.key("attention.key_length"), file.key("ssm.time_step_rank")
     next_, moe = file.architecture == "qwen3next", file.architecture != "qwen35"
@@ -158,8 +158,8 @@ def hybrid(file: GgufFile) -> Config:
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
-        **sizes(file),
-        **heads(file),
+        **read_sizes(file),
+        **read_heads(file),
         "intermediate_size": file.key("feed_forward_length", 0) or 1,
         "full_attention_interval": file.key("full_attention_interval", 4),
         "linear_conv_kernel_dim": file.key("ssm.conv_kernel"),

@@ -19,7 +19,7 @@ from mtpbuild.builder.formats import Format, own_name
 from mtpbuild.builder.gguf.container import own_path
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, weights_in
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.made import ConvertedWeight, made_weights
+from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import Header
@@ -76,7 +76,7 @@ def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the weights that MLX's conversion changed as they were."""
     tensors = {**checkpoint.tensors}
     model_type = str(read_object(checkpoint.folder / CONFIG).get("model_type"))
-    for made in made_weights(checkpoint.tensors, checkpoint.settings, model_type):
+    for made in convert_mlx_weights(checkpoint.tensors, checkpoint.settings, model_type):
         entry = tensors[next(iter(made.sources))]
         for name in checkpoint.check_sources(made):
             tensors.pop(name, None)

@@ -28,7 +28,7 @@ class ConvertedWeight:
     change: Callable[..., Tensor]
 
 
-def made_weights(
+def convert_mlx_weights(
     tensors: Mapping[str, Entry], settings: Mapping[str, Any], model_type: str
 ) -> Iterator[ConvertedWeight]:
     """Yield the checkpoint's weights that MLX's conversion changed; none of other checkpoints.

@@ -55,7 +55,7 @@ def panels(outputs: int) -> int:
     return -(-outputs // PANEL)
 
 
-def packed_values(values: Tensor) -> Tensor:
+def pack_values(values: Tensor) -> Tensor:
     """Pack uint8 [.., N, K / 32, bytes] into [.., panels, K / 32, 32 * bytes].
 
     A line of 64 bytes has four inputs of 16 outputs. With 4 bits these are the low nibbles; the
@@ -74,7 +74,7 @@ def packed_values(values: Tensor) -> Tensor:
     return lines.permute(order).flatten(-4).contiguous()
 
 
-def packed_scales(scales: Tensor) -> Tensor:
+def pack_scales(scales: Tensor) -> Tensor:
     """Pack [.., N, K / 32] into fp16 [.., panels, K / 32, 32].
 
     Zeros or minima come after their block's scales, so that a block has 48 or 64 halves.
@@ -84,23 +84,23 @@ def packed_scales(scales: Tensor) -> Tensor:
     packed = filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
     if offsets is None:
         return packed
-    return torch.cat([packed, _viewed(packed_scales(offsets), torch.float16)], dim=-1)
+    return torch.cat([packed, _viewed(pack_scales(offsets), torch.float16)], dim=-1)
 
 
-def packed_floats(weight: Tensor) -> Tensor:
+def pack_floats(weight: Tensor) -> Tensor:
     """Pack fp32 [.., K, N] into [.., panels, K, 32]."""
     filled = _fill(weight, weight.ndim - 1, 0)
     return filled.unflatten(-1, (-1, PANEL)).transpose(-2, -3).contiguous()
 
 
-def pairs_of_floats(weight: Tensor) -> Tensor:
+def pack_pairs(weight: Tensor) -> Tensor:
     """Pad gates and ups [.., K, 2 I] to whole panels, and interleave their panels."""
     gates, ups = (_fill(half, half.ndim - 1, 0) for half in weight.chunk(2, dim=-1))
     panels = (half.unflatten(-1, (-1, PANEL)) for half in (gates, ups))
     return torch.stack([*panels], dim=-2).flatten(-3)
 
 
-def gates_then_ups(rows: Tensor) -> Tensor:
+def reorder_gates(rows: Tensor) -> Tensor:
     """Reorder outputs gate, up, gate, .. [X, 2 I, ..] to 32 gates, their ups, the next 32 gates.
 
     I is a multiple of 32.
@@ -108,8 +108,8 @@ def gates_then_ups(rows: Tensor) -> Tensor:
     return rows.unflatten(1, (-1, PANEL, 2)).transpose(2, 3).flatten(1, 3)
 
 
-def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
-    """Undo `packed_values` for a weight with `outputs` outputs."""
+def unpack_values(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `pack_values` for a weight with `outputs` outputs."""
     bits = packed.shape[-1] // 128
     lines = packed.unflatten(-1, (-1, 2, VECTOR, 4))
     *_, panel, block, line, vector, output, four = range(lines.ndim)
@@ -122,19 +122,19 @@ def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
     return values.contiguous()
 
 
-def unpacked_scales(packed: Tensor, outputs: int) -> Tensor:
-    """Undo `packed_scales`."""
+def unpack_scales(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `pack_scales`."""
     if packed.shape[-1] > PANEL:
         kind = torch.float16 if packed.shape[-1] == 2 * PANEL else torch.int8
         offsets = _viewed(packed[..., PANEL:], kind)
         return with_offsets(
-            unpacked_scales(packed[..., :PANEL], outputs), unpacked_scales(offsets, outputs)
+            unpack_scales(packed[..., :PANEL], outputs), unpack_scales(offsets, outputs)
         )
     return packed.transpose(-1, -2).flatten(-3, -2).narrow(-2, 0, outputs).contiguous()
 
 
-def unpacked_floats(packed: Tensor, outputs: int) -> Tensor:
-    """Undo `packed_floats`."""
+def unpack_floats(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `pack_floats`."""
     return packed.transpose(-2, -3).flatten(-2).narrow(-1, 0, outputs).contiguous()
 
 

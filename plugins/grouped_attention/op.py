@@ -27,8 +27,8 @@ def grouped_attention(
     fresh [B, 1, F, 2 G D]; base and first [B] int. Query t of slot b sees the cache's rows
     j < base[b] and the fresh rows i <= first[b] + t. Returns [B, H, T, D].
 
-    Rows of the cache from base on are masked (they have weight 1e-32 and must be finite), so it
-    does not matter whether the fresh rows have been written there yet.
+    Rows of the cache from base on are masked, as in `mla_attention`, so it does not matter whether
+    the fresh rows have been written there yet.
     """
     (B, H, T, D), S, F = q.shape, cache.shape[2], fresh.shape[2]
     seen = seen_rows(S, F, base, first, T)

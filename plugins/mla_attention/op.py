@@ -78,9 +78,9 @@ def mla_attention(
     chosen [B, T, k] int64: positions from `choose_rows`; each query sees only the rows there. Rows
     may then be wider than C.
 
-    Rows of the cache from base on are masked (on a CPU they have weight `FLOOR` and must be
-    finite), so it does not matter whether the fresh rows have been written there yet. Queries,
-    cache and fresh rows have the same dtype.
+    Rows of the cache from base on are masked, so it does not matter whether the fresh rows have
+    been written there yet. In graphs of standard operators and by inductor on a CPU they have
+    weight `FLOOR` and must be finite. Queries, cache and fresh rows have the same dtype.
     """
     cache, fresh = cache[..., : q.shape[-1]], fresh[..., : q.shape[-1]]
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]

@@ -23,12 +23,12 @@ def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: in
 def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Unpack weights [.., panels, ..] to fp32 [.., outputs, K]."""
     if scales is None:
-        return layout.unpacked_floats(values, outputs).mT
+        return layout.unpack_floats(values, outputs).mT
     count, eights = scales.shape[-3], values.shape[-3] - scales.shape[-3]
     if eights:
         fours = count - eights
         wide = values[fours:].reshape(eights, -1, 2 * values.shape[-1])
         first = unpacked(values[:fours], scales[:fours], fours * layout.PANEL)
         return torch.cat([first, unpacked(wide, scales[fours:], outputs - len(first))])
-    own = layout.unpacked_values(values, outputs), layout.unpacked_scales(scales, outputs)
+    own = layout.unpack_values(values, outputs), layout.unpack_scales(scales, outputs)
     return layout.dequantise(*own, values.shape[-1] // 128)

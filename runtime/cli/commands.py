@@ -26,6 +26,7 @@ from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, group_f
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
+    from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.engine.loaded import Prompt
     from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
     from mtpbuild.runtime.text.chat_template import ChatOptions, Message
@@ -103,19 +104,16 @@ def run(
         raise UsageError("--json and --trace need a prompt: a conversation has neither")
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime.cli import terminal
-    from mtpbuild.runtime.cli.conversation import chat_or_text
     from mtpbuild.runtime.cli.engines import choose_engine
     from mtpbuild.runtime.configuration.settings import check_engine
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
-    from mtpbuild.runtime.group import start as ranks
-    from mtpbuild.runtime.programs.follow import follow
+    from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.sampling.defaults import sampling_defaults
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
     options = _chat_options(chat_template_kwargs, system, chats=given in ([], [chat]))
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if sampling.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if talks:
@@ -135,10 +133,7 @@ def run(
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
-        if manifest.split and not ranks.in_group():
-            stack.enter_context(ranks.start_ranks(engine, manifest, threads))
-        elif manifest.split and ranks.own_rank(engine, manifest):
-            follow(engine, threads)
+        if not stack.enter_context(lead_or_follow(engine, manifest, threads)):
             return
         loaded = stack.enter_context(
             Engine.load(
@@ -158,19 +153,31 @@ def run(
         elif talks:
             chat_terminal.converse(loaded, params, system, options)
         else:
-            asked: Prompt
-            if prompt_ids is not None:
-                asked = parse_list("--prompt-ids", prompt_ids, int, "5,7,9") if prompt_ids else ()
-            elif prompt is not None:
-                asked = prompt
-            elif prompt_file is not None:
-                asked = _read_text(prompt_file)
-            elif chat is not None:
-                asked = loaded.chat_ids([*messages, _question(chat, "--chat")], **options)
-            else:
-                piped = _question(_read_text(STDIN).strip(), "standard input")
-                asked = chat_or_text(loaded, [*messages, piped], options)
+            text = prompt if prompt_file is None else _read_text(prompt_file)
+            asked = _find_prompt(loaded, text, prompt_ids, chat, system, options)
             terminal.answer(loaded, asked, params, json, recorder)
+
+
+def _find_prompt(
+    engine: "Engine",
+    text: str | None,
+    ids: str | None,
+    chat: str | None,
+    system: str | None,
+    options: "ChatOptions",
+) -> "Prompt":
+    """Return the prompt that flags give, else the one on standard input."""
+    from mtpbuild.runtime.cli.conversation import chat_or_text
+
+    if ids is not None:
+        return parse_list("--prompt-ids", ids, int, "5,7,9") if ids else ()
+    if text is not None:
+        return text
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    if chat is not None:
+        return engine.chat_ids([*messages, _question(chat, "--chat")], **options)
+    piped = _question(_read_text(STDIN).strip(), "standard input")
+    return chat_or_text(engine, [*messages, piped], options)
 
 
 @error_line

@@ -1,12 +1,14 @@
 """Run a rank that follows rank 0: `python -m mtpbuild.runtime.programs.follow ENGINE THREADS`."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import MtpbuildError, RankError
-from mtpbuild.runtime.group.start import LOST
+from mtpbuild.runtime.group.start import LOST, in_group, own_rank, start_ranks
 from mtpbuild.runtime.programs import find_load
 
 
@@ -21,6 +23,28 @@ def follow(folder: str | Path, threads: int | None = None) -> None:
     with find_target(manifest.target.name).importing():
         from mtpbuild.runtime.group.lead import repeat_calls  # with torch.distributed
     repeat_calls(Path(folder), manifest, load)
+
+
+@contextlib.contextmanager
+def lead_or_follow(
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    before_following: Callable[[], None] = lambda: None,
+) -> Iterator[bool]:
+    """Yield whether this process has the engine's requests: it has, unless it is a later rank.
+
+    Starts the other ranks of an engine that has several, unless torchrun has. A later rank runs
+    until rank 0 has closed the engine, before False is yielded. Raises EngineError or RankError.
+    """
+    with contextlib.ExitStack() as stack:
+        follows = manifest.split and in_group() and own_rank(folder, manifest) > 0
+        if follows:
+            before_following()
+            follow(folder, threads)
+        elif manifest.split and not in_group():
+            stack.enter_context(start_ranks(folder, manifest, threads))
+        yield not follows
 
 
 def run_follower(folder: str, threads: str | None = None) -> int:

@@ -53,8 +53,7 @@ def serve(
     """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
     with needing("`mtpbuild serve` needs", "serve"):
         from mtpbuild.runtime.server import server
-    from mtpbuild.runtime.group import start as ranks
-    from mtpbuild.runtime.programs.follow import follow
+    from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep
     from mtpbuild.runtime.tool_calls import FORMS
 
@@ -80,12 +79,10 @@ def serve(
     address = server.Address(host, port, drain_timeout)
     folder, manifest = next(iter(engines.values()))
     with contextlib.ExitStack() as stack:
-        if manifest.split and not on_demand and not ranks.in_group():
-            stack.enter_context(ranks.start_ranks(folder, manifest, own.threads))
-        elif manifest.split and not on_demand and ranks.own_rank(folder, manifest):
-            server.ignore_signals()
-            follow(folder, own.threads)
-            return
+        if not on_demand:
+            joined = lead_or_follow(folder, manifest, own.threads, server.ignore_signals)
+            if not stack.enter_context(joined):
+                return
         server.serve(
             make_services(engines, settings, load, seconds if on_demand else None), address
         )

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from mtpbuild.plugins import embedding_nbits, experts_packed
 from mtpbuild.plugins.cpu.layout import (
-    gates_then_ups,
-    packed_floats,
-    packed_scales,
-    packed_values,
-    pairs_of_floats,
+    pack_floats,
+    pack_pairs,
+    pack_scales,
+    pack_values,
+    reorder_gates,
 )
 from tests.support import exact
 from tests.support.cpu_kernels import Operands, check_refused, random_weight, run, same_everywhere
@@ -32,11 +32,11 @@ def operands(bits: int | None, rows: tuple[int, ...], outputs: int = N) -> dict[
     given: dict[str, Any] = {"x": rng.standard_normal((*rows, K), np.float32)}
     if bits is None:
         weight = torch.from_numpy(rng.standard_normal((K, outputs), np.float32))
-        given |= {"values": packed_floats(weight).numpy(), "scales": None}
+        given |= {"values": pack_floats(weight).numpy(), "scales": None}
     else:
         values, scales, _ = random_weight(rng, (outputs, K), bits)
-        given["values"] = packed_values(values).numpy()
-        given["scales"] = packed_scales(scales).numpy()
+        given["values"] = pack_values(values).numpy()
+        given["scales"] = pack_scales(scales).numpy()
     given["norm"] = rng.standard_normal(K, np.float32)
     given["sum"] = rng.standard_normal((*rows, outputs), np.float32)
     return given
@@ -95,9 +95,9 @@ def mixture(
     if bits is None:
         both = rng.standard_normal((X, E, 2 * inner), np.float32)
         down = rng.standard_normal((X, inner, E), np.float32)
-        pairs = pairs_of_floats(torch.from_numpy(both))
-        given |= {"both": packed_floats(pairs).numpy(), "both_scales": None}
-        given |= {"down": packed_floats(torch.from_numpy(down)).numpy(), "down_scales": None}
+        pairs = pack_pairs(torch.from_numpy(both))
+        given |= {"both": pack_floats(pairs).numpy(), "both_scales": None}
+        given |= {"down": pack_floats(torch.from_numpy(down)).numpy(), "down_scales": None}
 
         def floats(e: int, x: NDArray[np.float32]) -> NDArray[np.float32]:
             h = exact.float_product(x, both[e])
@@ -105,11 +105,11 @@ def mixture(
 
         return given | {"sum": rng.standard_normal((*tokens, E), np.float32)}, floats
     values, scales, gates_ups = random_weight(rng, (X, 2 * inner, E), bits)
-    given["both"] = packed_values(gates_then_ups(values)).numpy()
-    given["both_scales"] = packed_scales(gates_then_ups(scales)).numpy()
+    given["both"] = pack_values(reorder_gates(values)).numpy()
+    given["both_scales"] = pack_scales(reorder_gates(scales)).numpy()
     down_values, down_scales, downs = random_weight(rng, (X, E, inner), bits)
-    given["down"] = packed_values(down_values).numpy()
-    given["down_scales"] = packed_scales(down_scales).numpy()
+    given["down"] = pack_values(down_values).numpy()
+    given["down_scales"] = pack_scales(down_scales).numpy()
 
     def integers(e: int, x: NDArray[np.float32]) -> NDArray[np.float32]:
         h = exact.product(x, gates_ups[e], scales[e].numpy())

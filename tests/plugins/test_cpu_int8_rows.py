@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.plan.plan import int8_width
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows_write, mla_packed, mla_rows_write
-from mtpbuild.plugins.cpu.layout import packed_floats
+from mtpbuild.plugins.cpu.layout import pack_floats
 from mtpbuild.plugins.int8_rows import blocks_of, read_rows, round_rows
 from mtpbuild.runtime.programs.slots import finite
 from tests.support import cpu_kernels, exact
@@ -85,7 +85,7 @@ def test_latent_attention(
     np.testing.assert_array_equal(got, wanted(q, given, both, found, found[:count]))
     H, n, v = 2, 8, 12
     weights = [rng.standard_normal(shape, F) / 9 for shape in ((H, n, both[0]), (H, both[0], v))]
-    packed = [packed_floats(torch.from_numpy(each)) for each in weights]
+    packed = [pack_floats(torch.from_numpy(each)) for each in weights]
     angles = [rng.standard_normal((B, T, both[1] // 2), F) for _ in range(2)]
     x = rng.standard_normal((B, T, H * (n + both[1])), F)
     operands = {"q": x, "uk": packed[0].numpy(), "uks": None, "uv": packed[1].numpy(), "uvs": None}

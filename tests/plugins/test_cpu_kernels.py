@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.plugins.cpu.layout import (
-    packed_floats,
-    packed_scales,
-    packed_values,
-    unpacked_floats,
-    unpacked_scales,
-    unpacked_values,
+    pack_floats,
+    pack_scales,
+    pack_values,
+    unpack_floats,
+    unpack_scales,
+    unpack_values,
 )
 from mtpbuild.plugins.product_packed.op import product_packed
 from mtpbuild.runtime.cpu_library import ISAS, LAYOUT
@@ -66,8 +66,8 @@ def product_operands(bits: int, M: int, N: int, K: int) -> tuple[Arrays, NDArray
     x = rng.standard_normal((M, K), dtype=np.float32)
     x[0, :32] = 0.0  # a block without a largest input
     x[-1, -32:] *= 1e-35  # and one that is too small to be scaled
-    given = {"x": x, "values": packed_values(values).numpy()}
-    given["scales"] = packed_scales(scales).numpy()
+    given = {"x": x, "values": pack_values(values).numpy()}
+    given["scales"] = pack_scales(scales).numpy()
     return given, exact.product(x, integers, scales.numpy())
 
 
@@ -93,8 +93,8 @@ def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.where(np.arange(4 * K).reshape(4, K) % 2, np.float32(3), np.float32(-3))
     x[2:] = [[3.0], [-3.0]]  # the sums of a whole block are the largest ones, too
     scales = np.full((N, K // 32), 0.5, np.float16)
-    given = {"x": x, "values": packed_values(torch.from_numpy(stored)).numpy()}
-    given["scales"] = packed_scales(torch.from_numpy(scales)).numpy()
+    given = {"x": x, "values": pack_values(torch.from_numpy(stored)).numpy()}
+    given["scales"] = pack_scales(torch.from_numpy(scales)).numpy()
     got = same_everywhere(monkeypatch, "Product", given, N=N)
     wanted = exact.product(x, (integers - (1 << bits - 1)).astype(np.int32), scales)
     np.testing.assert_array_equal(got, wanted)
@@ -108,8 +108,8 @@ def test_products_of_both_widths(fours: int, eights: int, monkeypatch: pytest.Mo
     panels, factors, wanted = [], [], []
     for bits, outputs in ((4, fours), (8, eights)):
         values, scales, integers = random_weight(rng, (outputs, K), bits)
-        panels.append(packed_values(values).reshape(-1, K // 32, 512))
-        factors.append(packed_scales(scales))
+        panels.append(pack_values(values).reshape(-1, K // 32, 512))
+        factors.append(pack_scales(scales))
         wanted.append(exact.product(x, integers, scales.numpy()))
     both = torch.cat(panels), torch.cat(factors)
     given = {"x": x, "values": both[0].numpy(), "scales": both[1].numpy()}
@@ -291,7 +291,7 @@ def test_circle(name: str) -> None:
 
 
 def panels_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.asarray(packed_floats(torch.from_numpy(weight)).numpy())
+    return np.asarray(pack_floats(torch.from_numpy(weight)).numpy())
 
 
 def assert_same_bits(got: NDArray[Any], wanted: NDArray[Any]) -> None:
@@ -345,29 +345,29 @@ def test_sums_of_nothing() -> None:
 @pytest.mark.parametrize("shape", [(7, 70), (3, 7, 64), (2, 5, 33)])
 def test_packing_floats_is_undone(shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape)
-    assert torch.equal(unpacked_floats(packed_floats(weight), shape[-1]), weight)
+    assert torch.equal(unpack_floats(pack_floats(weight), shape[-1]), weight)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_is_undone(bits: int) -> None:
     values, scales, _ = random_weight(np.random.default_rng(0), (3, 70, 96), bits)
-    packed, factors = packed_values(values), packed_scales(scales)
+    packed, factors = pack_values(values), pack_scales(scales)
     assert packed.shape == (3, 3, 3, 128 * bits)
     assert factors.shape == (3, 3, 3, 32)
-    assert torch.equal(unpacked_values(packed, 70), values)
-    assert torch.equal(unpacked_scales(factors, 70), scales)
+    assert torch.equal(unpack_values(packed, 70), values)
+    assert torch.equal(unpack_scales(factors, 70), scales)
 
 
 def test_layout_in_8_bits() -> None:
     """Output 41, the tenth of panel 1, has input 4 * 5 + 3 of a block in line 2 * 5 + 0."""
     values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 8)
-    assert packed_values(values)[2, 1, 2, 64 * 10 + 4 * 9 + 3] == values[2, 41, 2, 23]
+    assert pack_values(values)[2, 1, 2, 64 * 10 + 4 * 9 + 3] == values[2, 41, 2, 23]
 
 
 def test_layout_in_4_bits() -> None:
     """Output 51, the 20th of panel 1, has inputs 8 * 3 + 1 and 8 * 3 + 5 of a block in one byte."""
     values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 4)
-    byte = packed_values(values)[2, 1, 2, 64 * 7 + 4 * 3 + 1]
+    byte = pack_values(values)[2, 1, 2, 64 * 7 + 4 * 3 + 1]
     assert byte & 0xF == values[2, 51, 2, 12] >> 4
     assert byte >> 4 == values[2, 51, 2, 14] >> 4
 
@@ -378,8 +378,8 @@ def test_many_scales_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     scales = np.tile(bits, 4).view(np.float16).reshape(32, 1)
     values, _, integers = random_weight(np.random.default_rng(3), (32, 32), 8)
     x = np.random.default_rng(4).standard_normal((1, 32), np.float32)
-    given = {"x": x, "values": packed_values(values).numpy()}
-    given["scales"] = packed_scales(torch.from_numpy(scales)).numpy()
+    given = {"x": x, "values": pack_values(values).numpy()}
+    given["scales"] = pack_scales(torch.from_numpy(scales)).numpy()
     got = same_everywhere(monkeypatch, "Product", given, N=32)
     np.testing.assert_array_equal(got, exact.product(x, integers, scales))
 

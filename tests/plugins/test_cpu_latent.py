@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.plugins import accept_rewind, mla_packed, moe_route
-from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
+from mtpbuild.plugins.cpu.layout import pack_floats, pack_scales, pack_values
 from tests.support import exact
 from tests.support.cpu_kernels import attended, check_refused, random_weight, run, same_everywhere
 
@@ -74,10 +74,10 @@ def heads(
     """A packed weight by head, its scales, and what a head's rows [M, K] become of it."""
     if bits == 32:
         plain = rng.standard_normal((H, K, N)).astype(np.float32)
-        values = packed_floats(torch.from_numpy(plain)).numpy()
+        values = pack_floats(torch.from_numpy(plain)).numpy()
         return values, None, lambda h, x: exact.float_product(x, plain[h])
     stored, scales, integers = random_weight(rng, (H, N, K), bits)
-    packed = packed_values(stored).numpy(), packed_scales(scales).numpy()
+    packed = pack_values(stored).numpy(), pack_scales(scales).numpy()
     return *packed, lambda h, x: exact.product(x, integers[h], scales[h].numpy())
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
+from mtpbuild.plugins.cpu.layout import pack_scales, pack_values
 from tests.support.cpu_kernels import Results, random_weight, run
 from tests.support.isas import isas
 
@@ -52,7 +52,7 @@ def floats(*shape: int, seed: int = 0) -> NDArray[np.float32]:
 
 def weight(seed: int, *shape: int) -> tuple[NDArray[Any], NDArray[Any]]:
     values, scales, _ = random_weight(np.random.default_rng(seed), shape, 8)
-    return packed_values(values).numpy(), packed_scales(scales).numpy()
+    return pack_values(values).numpy(), pack_scales(scales).numpy()
 
 
 def everything(at: Index) -> Any:

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.plugins import choose_rows, index_keys, mla_attention, mla_packed
-from mtpbuild.plugins.cpu.layout import packed_floats
+from mtpbuild.plugins.cpu.layout import pack_floats
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 from tests.support import exact
 from tests.support.choosers import choose_plainly, operands
@@ -190,7 +190,7 @@ def test_latent_attention_to_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     H, n, latent, half, v, B, T = 3, 6, 16, 2, 10, 2, 3
     rows, chosen = rows_of(rng, B, T, 30, 7)
     uk, uv = (
-        packed_floats(torch.from_numpy(rng.standard_normal(shape).astype(np.float32))).numpy()
+        pack_floats(torch.from_numpy(rng.standard_normal(shape).astype(np.float32))).numpy()
         for shape in ((H, n, latent), (H, latent, v))
     )
     angles = rng.standard_normal((2, B, T, half), np.float32)

@@ -18,7 +18,7 @@ from mtpbuild.plugins import (
     take_rows,
     weigh_experts,
 )
-from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
+from mtpbuild.plugins.cpu.layout import pack_floats, pack_scales, pack_values
 from tests.support import exact
 from tests.support.cpu_kernels import check_refused, random_weight, run, same_everywhere
 
@@ -255,10 +255,10 @@ def test_a_bias(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     given: Given = {"x": rng.standard_normal((2, 3, K), np.float32)}
     if bits is None:
         weight = torch.from_numpy(rng.standard_normal((K, N), np.float32))
-        given |= {"values": packed_floats(weight).numpy(), "scales": None}
+        given |= {"values": pack_floats(weight).numpy(), "scales": None}
     else:
         values, scales, _ = random_weight(rng, (N, K), bits)
-        given |= {"values": packed_values(values).numpy(), "scales": packed_scales(scales).numpy()}
+        given |= {"values": pack_values(values).numpy(), "scales": pack_scales(scales).numpy()}
     bias = rng.standard_normal(N, np.float32)
     [plain] = run("Product", given, (F,), 1, N=N)
     [got] = same_everywhere(monkeypatch, "Product", given | {"norm": None, "sum": bias}, (F,), N=N)

@@ -11,11 +11,11 @@ from torch import Tensor
 from mtpbuild.plugins import experts_packed, product_packed
 from mtpbuild.plugins.cpu.layout import (
     dequantise,
-    gates_then_ups,
-    packed_scales,
-    packed_values,
+    pack_scales,
+    pack_values,
+    reorder_gates,
     split_offsets,
-    unpacked_scales,
+    unpack_scales,
     with_offsets,
 )
 from tests.support import exact
@@ -40,8 +40,8 @@ def operands(bits: int, M: int, N: int, K: int) -> tuple[dict[str, Any], NDArray
     values, scales, integers, factors = moved(rng, (N, K), bits)
     x = rng.standard_normal((M, K), dtype=np.float32)
     x[0, :32] = 0.0
-    given = {"x": x, "values": packed_values(values).numpy()}
-    given["scales"] = packed_scales(scales).numpy()
+    given = {"x": x, "values": pack_values(values).numpy()}
+    given["scales"] = pack_scales(scales).numpy()
     return given, exact.product(x, integers, factors)
 
 
@@ -72,8 +72,8 @@ def test_the_largest_numbers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None
     scales = np.full((N, 2), 0.5, np.float16)
     x = np.where(np.arange(4 * K).reshape(4, K) % 31, np.float32(3), np.float32(-3))
     both = with_offsets(torch.from_numpy(scales), torch.from_numpy(zeros))
-    given = {"x": x, "values": packed_values(torch.from_numpy(stored)).numpy()}
-    given["scales"] = packed_scales(both).numpy()
+    given = {"x": x, "values": pack_values(torch.from_numpy(stored)).numpy()}
+    given["scales"] = pack_scales(both).numpy()
     [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=N)
     integers = codes.astype(np.int32) - half - zeros[..., None]
     np.testing.assert_array_equal(got, exact.product(x, integers, scales))
@@ -92,8 +92,8 @@ def test_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     panels, factors, wanted = [], [], []
     for bits, outputs in ((4, 64), (8, 33)):
         values, scales, integers, halves = moved(rng, (outputs, K), bits)
-        panels.append(packed_values(values).reshape(-1, K // 32, 512))
-        factors.append(packed_scales(scales))
+        panels.append(pack_values(values).reshape(-1, K // 32, 512))
+        factors.append(pack_scales(scales))
         wanted.append(exact.product(x, integers, halves))
     given = {"x": x, "values": torch.cat(panels).numpy(), "scales": torch.cat(factors).numpy()}
     [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=97)
@@ -111,10 +111,10 @@ def test_experts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = rng.standard_normal((9, E), np.float32)
     ids = rng.integers(0, X, (9, 1)).astype(np.int32)
     given = {"x": x, "weights": np.ones((9, 1), np.float32), "ids": ids}
-    given["both"] = packed_values(gates_then_ups(values)).numpy()
-    given["both_scales"] = packed_scales(gates_then_ups(scales)).numpy()
-    given["down"] = packed_values(down_values).numpy()
-    given["down_scales"] = packed_scales(down_both).numpy()
+    given["both"] = pack_values(reorder_gates(values)).numpy()
+    given["both_scales"] = pack_scales(reorder_gates(scales)).numpy()
+    given["down"] = pack_values(down_values).numpy()
+    given["down_scales"] = pack_scales(down_both).numpy()
     [got] = same_everywhere(monkeypatch, "Experts", given, FLOAT)
     for row, (e,) in enumerate(ids):
         h = exact.product(x[row : row + 1], ups[e], up_scales[e])
@@ -153,8 +153,8 @@ def test_minima(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPat
     rng = np.random.default_rng(M)
     values, scales, *weight = shifted(rng, (N, K), bits)
     x = rng.standard_normal((M, K), dtype=np.float32)
-    given = {"x": x, "values": packed_values(values).numpy()}
-    given["scales"] = packed_scales(scales).numpy()
+    given = {"x": x, "values": pack_values(values).numpy()}
+    given["scales"] = pack_scales(scales).numpy()
     assert given["scales"].shape[-1] == 64
     [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=N)
     np.testing.assert_array_equal(got, product_with_minima(x, *weight))
@@ -162,7 +162,7 @@ def test_minima(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPat
     assert np.abs(got - plain).max() < 0.02 * np.abs(plain).max() + 1e-6
     [last] = run("Product", given | {"x": x[-1:]}, FLOAT, 1, N=N)
     np.testing.assert_array_equal(last, got[-1:])
-    assert torch.equal(unpacked_scales(packed_scales(scales), N), scales)
+    assert torch.equal(unpack_scales(pack_scales(scales), N), scales)
     codes, factors, minima = weight
     meant = codes.astype(np.float32) * factors[..., None].astype(np.float32) + minima[
         ..., None
@@ -173,9 +173,9 @@ def test_minima(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_layout(bits: int) -> None:
     values, scales, integers, factors = moved(np.random.default_rng(0), (2, 70, 64), bits)
-    packed = packed_scales(scales)
+    packed = pack_scales(scales)
     assert packed.shape == (2, 3, 2, 48)
-    assert torch.equal(unpacked_scales(packed, 70), scales)
+    assert torch.equal(unpack_scales(packed, 70), scales)
     halves, zeros = split_offsets(scales)
     assert torch.equal(halves, torch.from_numpy(factors))
     assert zeros is not None

@@ -212,9 +212,9 @@ class Weight:
         """Return an unquantised slice in the weight's layout."""
         if not self.packed:
             return slice
-        from mtpbuild.plugins.cpu.layout import packed_floats, pairs_of_floats
+        from mtpbuild.plugins.cpu.layout import pack_floats, pack_pairs
 
-        return packed_floats(pairs_of_floats(slice) if self.paired else slice)
+        return pack_floats(pack_pairs(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Quantise each head's product: the checkpoint's blocks may not lie along its inputs.
@@ -245,9 +245,9 @@ class Weight:
         if self.rows is not None:
             joined = self.rows(*rows)
         else:
-            from mtpbuild.plugins.cpu.layout import gates_then_ups
+            from mtpbuild.plugins.cpu.layout import reorder_gates
 
-            joined = gates_then_ups(in_turn(*rows)) if self.paired else in_turn(*rows)
+            joined = reorder_gates(in_turn(*rows)) if self.paired else in_turn(*rows)
         return format.pack(suffix, joined) if self.packed else joined
 
 
