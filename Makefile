@@ -42,7 +42,7 @@ test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB i
 	test -d .venv-rtx || tools/tensorrt_rtx_env.sh
 	.venv-rtx/bin/python -m pytest -m tensorrt
 
-bench-check: venv  ## a few ratios beside the recorded ones; about 7 minutes, on a quiet machine
+bench-check: venv  ## a few ratios beside the recorded ones; about 3 minutes, on a quiet machine
 	$(BIN)/python benchmarks/check.py
 
 api-docs: venv  ## the reference of the Python API, from its docstrings: build/api/mtpbuild/runtime.html

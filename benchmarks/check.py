@@ -1,4 +1,4 @@
-"""Checks in about 7 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
+"""Checks in about 3 minutes whether mtpbuild got slower: compares a few ratios with recorded ones.
 
     make bench-check
     python benchmarks/check.py [--threads 2] [--record]
@@ -209,7 +209,8 @@ def main() -> None:
     console.print(grid)
     if recorded:
         then = recorded["machine"]
-        console.print(f"recorded {then['date']} on {then['cpu']}, {then['threads']} threads")
+        where = f"{then['cpu']} with {', '.join(then['instructions'])}, {then['threads']} threads"
+        console.print(f"recorded {then['date']} on {where}")
     if arguments.record:
         RECORDED.parent.mkdir(exist_ok=True)
         content = {"machine": machine, "figures": found}

@@ -166,7 +166,7 @@ def print_quantized(done: "Quantized") -> None:
     """Print a line per format, then the weights that could not be quantised."""
     table = Table("format", "weights", "size", "relative error")
     for name, portion in done.portions.items():
-        error = f"{portion.error:.2%}" if portion.squares else "-"
+        error = f"{portion.loss.relative:.2%}" if portion.loss.squares else "-"
         table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
     print_lines(table)
     if done.unfit:

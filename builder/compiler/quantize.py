@@ -25,6 +25,7 @@ from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
+from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 
@@ -44,17 +45,11 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """The weights of a checkpoint in one format: their number, bytes and quantisation error."""
+    """The weights of a checkpoint in one format: their number, bytes and quantisation loss."""
 
     weights: int = 0
     bytes: int = 0
-    squares: float = 0.0  # sum of squares of the source's values
-    errors: float = 0.0  # sum of squares of the changes by quantising
-
-    @property
-    def error(self) -> float:
-        """The relative error: the norm of the changes over the norm of the values."""
-        return (self.errors / self.squares) ** 0.5 if self.squares else 0.0
+    loss: Loss = field(default_factory=Loss)
 
 
 @dataclass
@@ -109,7 +104,7 @@ def calibrate_view(
 def encode_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors to store, by name; add up their bytes and errors in `done`."""
+    """Yield all tensors to store, by name; add up their bytes and losses in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):
         watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
@@ -117,7 +112,7 @@ def encode_all(
             portion = done.portions[entry_of(parts[""]).dtype.lower()]
         else:
             portion = done.portions[format.name]
-            pieces = count_errors(checkpoint.encoded(name), format, portion)
+            pieces = add_losses(checkpoint.encoded(name), format, portion)
             parts = checkpoint.collect(name, pieces)
         portion.weights += 1
         for suffix, tensor in parts.items():
@@ -126,13 +121,12 @@ def encode_all(
             yield name + suffix, tensor
 
 
-def count_errors(
+def add_losses(
     pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
 ) -> Iterator[Parts]:
-    """Yield the encoded parts of each piece of rows; add up their errors in `portion`."""
+    """Yield the encoded parts of each piece of rows; add up their losses in `portion`."""
     for rows, parts in pieces:
-        portion.squares += rows.square().sum().item()
-        portion.errors += (format.decode(parts) - rows).square().sum().item()
+        portion.loss = portion.loss.after(rows, parts, format)
         yield parts
 
 

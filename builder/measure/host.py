@@ -17,9 +17,11 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_cpu_name
+from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_cpu_name, read_or_empty
 
 READ = 1 << 28  # bytes, more than caches hold
+# Those that our CPU kernels are compiled for, as Linux names them; processors of one name differ.
+INSTRUCTIONS = ("avx2", "avx_vnni", "avx512_vnni", "asimddp")
 PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
@@ -29,8 +31,10 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     threads: the user's number; None lets the target choose.
     """
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
+    flags = set(read_or_empty(SYSTEM / "proc/cpuinfo").split())
     return {
         "cpu": read_cpu_name(),
+        "instructions": [name for name in INSTRUCTIONS if name in flags],
         "cores": measure_limits().processors,
         "threads": threads,
         "memory_bytes": physical_memory(),

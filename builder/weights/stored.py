@@ -87,6 +87,7 @@ class Loss:
 
     @property
     def relative(self) -> float:
+        """The norm of the changes over the norm of the weights."""
         return (self.changes / self.squares) ** 0.5 if self.squares else 0.0
 
     def after(self, weight: Tensor, parts: Mapping[str, Tensor], format: Format) -> Loss:

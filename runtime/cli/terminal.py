@@ -145,21 +145,21 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     here = ranks_here(folder, manifest)
     groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
     data_parallel = ", attention data-parallel" if build.attention_dp else ""
-    some = f"; here: {', '.join(map(str, here)) or 'none'}"
-    some = some if manifest.split and len(here) < build.tp else ""
+    partly = manifest.split and len(here) < build.tp
+    some = f"; here: {', '.join(map(str, here)) or 'none'}" if partly else ""
     yield "ranks", f"{build.tp}{groups}{data_parallel}{some}"
-    ends = build.head_weights or build.dtype
-    by_build = f", quantised by the build; embedding and head {ends}"
-    by_build = "" if build.quantised_to in (None, "floats") else by_build
+    ends, as_stored = build.head_weights or build.dtype, build.quantised_to in (None, "floats")
+    by_build = "" if as_stored else f", quantised by the build; embedding and head {ends}"
     yield "weights", build.weights + by_build
     caches = [s for s in manifest.state if s.role == "rows"]
     yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
     yield "prefill chunk", str(build.prefill_chunk)
     row, states = saved_sizes(manifest)
     more = f", and {states:,} for recurrent states" if states else ""
-    kept = f"; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
-    kept = kept if Feature.PREFIX_CACHE in manifest.features else ""
-    yield "prefixes", f"built in: {', '.join(prefix_names(manifest)) or 'none'}{kept}"
+    prefixes = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
+    if Feature.PREFIX_CACHE in manifest.features:
+        prefixes += f"; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
+    yield "prefixes", prefixes
     versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
     yield "target", f"{target.name} on {target.hardware} ({versions})"
     if target.allreduce_strategy:

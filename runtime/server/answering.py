@@ -41,20 +41,17 @@ class AnswerResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._service.loaded():
-            await self._begin(scope, receive, send)
+            with self._service.pinned() as service:
+                await self._answer_with(service, scope, receive, send)
 
-    async def _begin(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer_with(
+        self, service: Service, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """Create the engine requests and send their answer.
 
         Prompts are read in one pool and grammars compiled in another, so that no prompt waits for
         another request's grammar.
         """
-        with self._service.pinned() as service:
-            await self._answer_with(service, scope, receive, send)
-
-    async def _answer_with(
-        self, service: Service, scope: Scope, receive: Receive, send: Send
-    ) -> None:
         if self._long or self._body.count > FEW:
             answer = await service.reading.run(object(), self._read_body, service)
         else:

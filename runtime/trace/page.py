@@ -2,16 +2,20 @@
 
 import codecs
 import json
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import replace_file
+from mtpbuild.runtime.sampling.params import DEFAULTS
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, add_line
 
 TEMPLATE, PLACE = "page.html", "TRACE_DATA"
+# Settings that have no effect on texts.
+UNSEEN = ("logprobs", "prompt_logprobs", "cache_salt", "timeout")
 
 
 class Page:
@@ -43,9 +47,22 @@ def render_page(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> s
     return template.replace(PLACE, data.replace("<", "\\u003c"))
 
 
+def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, as JSON, that differ from their defaults and bear on the text.
+
+    max_tokens is always among them.
+    """
+    usual = json.loads(json.dumps({name: DEFAULTS.get(name) for name in params}))
+    return {
+        name: value
+        for name, value in params.items()
+        if name == "max_tokens" or (name not in UNSEEN and value != usual[name])
+    }
+
+
 def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return a request's lines, with the text of each token."""
-    speller = Speller(tokenizer)
+    speller, request = Speller(tokenizer), traced.request.model_dump(mode="json")
     prompt = [speller.next(token) for token in traced.request.prompt]
     steps = []
     for step in traced.steps:
@@ -53,7 +70,7 @@ def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
         texts = [speller.next(token) for token in step.tokens]
         steps.append(step.model_dump(mode="json") | {"texts": texts, "draft_texts": drafts})
     return {
-        "request": traced.request.model_dump(mode="json") | {"texts": prompt},
+        "request": request | {"texts": prompt, "settings": _settings(request["params"])},
         "steps": steps,
         "end": traced.end and traced.end.model_dump(mode="json"),
     }

@@ -86,7 +86,7 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     assert max(errors.values()) < limit
     assert all(errors[n] == 0 for n in weights if n.endswith(EXACT) or n in EXACT)
     found, portion = [*formats_of(tmp_path / "out").values()], done.portions[name]
-    assert (portion.weights, 0 < portion.error < limit) == (found.count(name), True)
+    assert (portion.weights, 0 < portion.loss.relative < limit) == (found.count(name), True)
     size = sum(each.bytes for each in done.portions.values())
     assert size == sum(tensor.nbytes for tensor in stored.values())
 

@@ -83,11 +83,23 @@ def test_the_data_is_the_trace(traced: tuple[str, list[dict[str, Any]]]) -> None
     page, lines = traced
     found = []
     for request in page_data(page):
-        del request["request"]["texts"]
+        del request["request"]["texts"], request["request"]["settings"]
         for step in request["steps"]:
             del step["texts"], step["draft_texts"]
         found += [request["request"], *request["steps"], request["end"]]
     assert found == lines[:-1]
+
+
+def test_settings_that_bear_on_the_text_are_shown(tmp_path: Path) -> None:
+    """Those that are not the usual ones, whatever they are called."""
+    engine, _ = nasty_engine()
+    kept = {"stop": ["never"], "include_stop_str_in_output": True}
+    params = SamplingParams(9, temperature=0.5, seed=3, logprobs=2, timeout=60, **kept)
+    with engine, Trace(engine, tmp_path / "a.html") as trace:
+        engine.stream([7], params, observer=trace.request()).result()
+    (request,) = page_data((tmp_path / "a.html").read_text(encoding="utf-8"))
+    shown = {"max_tokens": 9, "temperature": 0.5, "seed": 3}
+    assert request["request"]["settings"] == shown | kept
 
 
 def test_the_texts_are_the_text(traced: tuple[str, list[dict[str, Any]]]) -> None:
