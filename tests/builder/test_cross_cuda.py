@@ -48,6 +48,7 @@ OWN = {
     "first_draft": ATTENTION | EXPERTS,
     "head": {"scaled_product"},
 }
+OTHER_WORKER = pytest.mark.xdist_group("cross_cuda_steps")  # half of this file's minutes
 CUDA_LIBRARIES = {"libcuda.so.1", "libtorch_cuda.so"}
 
 
@@ -130,6 +131,7 @@ def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: P
 
 
 @pytest.mark.full
+@OTHER_WORKER
 @pytest.mark.parametrize("format", FORMATS)
 def test_calls_of_a_step(format: str, headers: Path, tmp_path: Path) -> None:
     """A rank of eight of R1, nextn 3: what layers add to a step, and what a dry run says of it."""
@@ -147,6 +149,7 @@ def test_calls_of_a_step(format: str, headers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@OTHER_WORKER
 def test_calls_of_a_mixed_step(headers: Path, tmp_path: Path) -> None:
     """Filters cost 12 launches for the window and for each draft, used or not."""
     (program,) = compiled(tmp_path, "--kernels-only", "r1/mixed step of 1+1/sm90/bfloat16")
@@ -192,6 +195,7 @@ def test_one_shot_sums(headers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@OTHER_WORKER
 @pytest.mark.parametrize(("gpu", "dtype"), [("sm90", "float32"), ("sm100", "bfloat16")])
 def test_deepseek_tiny(gpu: str, dtype: str, headers: Path, tmp_path: Path) -> None:
     programs = compiled(tmp_path, f"deepseek-tiny//{gpu}/{dtype}", flags=())

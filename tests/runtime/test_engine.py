@@ -313,6 +313,7 @@ def test_closing_ends_everything() -> None:
     with pytest.raises(EngineError, match="is closed"):
         engine.generate([5])
     engine.close()
+    assert engine.failure is None, "it was closed, and can still be asked"
 
 
 def test_asyncio_streams_run_side_by_side() -> None:
