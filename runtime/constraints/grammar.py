@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mtpbuild.runtime.constraints.form_limits import check_form
-from mtpbuild.runtime.constraints.json_rules import has_large_numbers, json_rules
-from mtpbuild.runtime.constraints.json_schema import prepare_schema
 from mtpbuild.runtime.constraints.token_limits import TokenLimits
 from mtpbuild.runtime.contract.controls import WORD, StepControls
 from mtpbuild.runtime.contract.features import Feature, Features
@@ -226,6 +224,10 @@ def _source(form: StructuredOutputs) -> str:
     check_form(kind, text)
     try:
         if kind == "json":
+            # Imported here, as few engines get schemas, and all load sooner.
+            from mtpbuild.runtime.constraints.json_rules import has_large_numbers, json_rules
+            from mtpbuild.runtime.constraints.json_schema import prepare_schema
+
             schema = prepare_schema(text)
             if has_large_numbers(schema):
                 return grammar_from("lark", json_rules(schema, "start"))

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from copy import copy
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from mtpbuild.runtime.engine.loaded import Chat, LoadedEngine, Prompt
 from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatStream, Stream
@@ -14,7 +14,9 @@ from mtpbuild.runtime.errors import EngineError, RequestError, needing
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
-from mtpbuild.runtime.tool_calls import AnswerOptions
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.tool_calls import AnswerOptions
 
 SWAPS = threading.Lock()
 
@@ -112,7 +114,7 @@ class Engine(LoadedEngine):
         *,
         stream: Literal[False] = False,
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> ChatResult: ...
     @overload
     def chat(
@@ -122,7 +124,7 @@ class Engine(LoadedEngine):
         *,
         stream: Literal[True],
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> ChatStream: ...
 
     def chat(
@@ -132,7 +134,7 @@ class Engine(LoadedEngine):
         *,
         stream: bool = False,
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> ChatResult | ChatStream:
         """Answer a conversation, with thought, text and calls of tools apart, as the server does.
 
@@ -162,7 +164,7 @@ class Engine(LoadedEngine):
         *,
         stream: Literal[False] = False,
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> ChatResult: ...
     @overload
     async def achat(
@@ -172,7 +174,7 @@ class Engine(LoadedEngine):
         *,
         stream: Literal[True],
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> AsyncChatStream: ...
 
     async def achat(
@@ -182,7 +184,7 @@ class Engine(LoadedEngine):
         *,
         stream: bool = False,
         observer: Observer | None = None,
-        **options: Unpack[AnswerOptions],
+        **options: Unpack["AnswerOptions"],
     ) -> ChatResult | AsyncChatStream:
         """Answer a conversation in asyncio, with the options of `chat`.
 

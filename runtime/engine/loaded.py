@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, TypeAlias, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, cast
 
 import numpy as np
 
@@ -42,7 +42,9 @@ from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 from mtpbuild.runtime.text.messages import render_messages
 from mtpbuild.runtime.text.reasoning import BEGIN, END
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
-from mtpbuild.runtime.tool_calls import ToolUse, read_tool_use
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.tool_calls import ToolUse  # few requests have tools, and all load sooner
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are used unchanged
 Chat: TypeAlias = Sequence[Message] | Prompt  # a conversation, or its prompt
@@ -176,7 +178,7 @@ class LoadedEngine:
     def answer_params(
         self,
         params: SamplingParams,
-        tool_use: ToolUse | None = None,
+        tool_use: "ToolUse | None" = None,
         *,
         split_thought: bool = True,
     ) -> SamplingParams:
@@ -219,6 +221,8 @@ class LoadedEngine:
         **options: Unpack[ChatOptions],
     ) -> tuple[Request, AnswerParser]:
         """Check a conversation and its settings; return the request and its answer's parser."""
+        from mtpbuild.runtime.tool_calls import read_tool_use
+
         params = _params_or_default(params)
         tool_use = read_tool_use(
             self.tokenizer,

@@ -3,12 +3,14 @@
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from mtpbuild.runtime.requests.request import Chunk, FinishReason, Result
 from mtpbuild.runtime.requests.stats import RequestMetrics
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls import ToolCallParser
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.tool_calls import ToolCallParser
 
 ToolCall: TypeAlias = dict[str, Any]  # as OpenAI's messages have it
 CALL = {"name": "call", "arguments": "call"}  # kind of a piece -> kind of its block
@@ -40,7 +42,7 @@ class AnswerParser:
     calls: parses calls of tools; None: an answer has none.
     """
 
-    calls: ToolCallParser | None = None
+    calls: "ToolCallParser | None" = None
     blocks: list[AnswerBlock] = field(default_factory=list)
     metrics: RequestMetrics | None = None
     reason: FinishReason | None = None
