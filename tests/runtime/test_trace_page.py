@@ -93,7 +93,7 @@ def test_the_data_is_the_trace(traced: tuple[str, list[dict[str, Any]]]) -> None
 def test_settings_that_bear_on_the_text_are_shown(tmp_path: Path) -> None:
     """Those that are not the usual ones, whatever they are called."""
     engine, _ = nasty_engine()
-    kept = {"stop": ["never"], "include_stop_str_in_output": True}
+    kept: dict[str, Any] = {"stop": ["never"], "include_stop_str_in_output": True}
     params = SamplingParams(9, temperature=0.5, seed=3, logprobs=2, timeout=60, **kept)
     with engine, Trace(engine, tmp_path / "a.html") as trace:
         engine.stream([7], params, observer=trace.request()).result()
