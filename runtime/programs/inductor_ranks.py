@@ -35,7 +35,7 @@ class CpuRankPrograms(InductorPrograms):
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
     ) -> None:
-        here = ranks_on_machine(channel.ranks)
+        here = ranks_on_machine(manifest.build.tp)
         super().__init__(manifest, threads or max(1, default_threads() // here), opener)
         self._channel = channel
 

@@ -252,8 +252,9 @@ def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None
     with pytest.raises(DownloadError) as caught:
         download(BuildRequest(NAME), room(total - 1))
     assert str(caught.value) == (
-        f"{NAME}: 0.0 GB are to be fetched, and the disk of {tmp_path / 'hf' / 'hub'} has 0.0 GB "
-        "free; HF_HUB_CACHE names another folder"
+        f"{NAME}: {total / 1e3:.2f} kB are to be fetched, and the disk of "
+        f"{tmp_path / 'hf' / 'hub'} has {(total - 1) / 1e3:.2f} kB free; HF_HUB_CACHE names another "
+        "folder"
     )
     assert not hub.files & shards.keys()
     download(BuildRequest(NAME), room(total, engines=10**9))
@@ -269,23 +270,27 @@ def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None
         (
             None,
             room(1e12, memory=48e9),
-            "the engine needs 49.0 GB of memory, and this machine has 48.0 GB; --weights int4 "
-            "makes one of 6.5 GB; to build it for another machine, fetch the checkpoint by `hf "
+            "the engine needs 49.03 GB of memory, and this machine has 48.00 GB; --weights int4 "
+            "makes one of 6.53 GB; to build it for another machine, fetch the checkpoint by `hf "
             "download x/y`",
         ),
-        ("int8", room(1e12, memory=13.0e9), "--weights int4 makes one of 6.5 GB; to build it for"),
+        ("int8", room(1e12, memory=13.0e9), "--weights int4 makes one of 6.53 GB; to build it for"),
         ("int4", room(1e12, memory=7.5e9), None),
-        ("int4", room(1e12, memory=7e9), "needs 7.4 GB of memory, and this machine has 7.0 GB; to"),
+        (
+            "int4",
+            room(1e12, memory=7e9),
+            "needs 7.44 GB of memory, and this machine has 7.00 GB; to",
+        ),
         (
             None,
             room(44e9, memory=64e9),
-            "the engine takes 44.3 GB, and beside the download the disk of {place} has 44.0 GB "
-            "free; --weights int4 makes one of 6.5 GB; --out names another place",
+            "the engine takes 44.34 GB, and beside the download the disk of {place} has 44.00 GB "
+            "free; --weights int4 makes one of 6.53 GB; --out names another place",
         ),
         (
             "int4",
             room(1e9, engines=6e9, memory=64e9),
-            "the engine takes 6.5 GB, and beside the download the di",
+            "the engine takes 6.53 GB, and beside the download the di",
         ),
         ("int4", room(1e9, engines=7e9, memory=64e9), None),
     ],
@@ -311,7 +316,7 @@ def test_ranks_may_be_built_on_other_machines(hub: LoopbackHub) -> None:
     shape = (Path(__file__).parents[2] / "recipes/gigachat3_10b/config.json").read_text()
     host(hub, {"config.json": shape, SINGLE: "weights"})
     request = BuildRequest("x/y", (1,), target="inductor", ranks=Ranks(2))
-    with pytest.raises(DownloadError, match=r"the engine takes 22\.2 GB, and beside"):
+    with pytest.raises(DownloadError, match=r"the engine takes 22\.22 GB, and beside"):
         download(request, room(20e9, memory=64e9))
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         download(request, room(30e9, memory=64e9))

@@ -17,7 +17,7 @@ from mtpbuild.runtime.errors import (
     ContextLengthError,
     EngineFileError,
     EngineFormatError,
-    RequestError,
+    UsageError,
 )
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
@@ -60,7 +60,7 @@ def test_a_smaller_context(engine_dir: Path) -> None:
     built = read_manifest(engine_dir).build.max_seq_len
     says = f"max_seq_len must be from 7 to {built}, for which this engine was built, not"
     for wrong in (built + 1, 6, -1):
-        with pytest.raises(RequestError, match=f"{says} {wrong}"):
+        with pytest.raises(UsageError, match=f"{says} {wrong}"):
             Engine.load(engine_dir, max_seq_len=wrong)
     Engine.load(engine_dir, max_seq_len=built).close()
 
