@@ -253,8 +253,8 @@ def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None
         download(BuildRequest(NAME), room(total - 1))
     assert str(caught.value) == (
         f"{NAME}: {total / 1e3:.2f} kB are to be fetched, and the disk of "
-        f"{tmp_path / 'hf' / 'hub'} has {(total - 1) / 1e3:.2f} kB free; HF_HUB_CACHE names another "
-        "folder"
+        f"{tmp_path / 'hf' / 'hub'} has {(total - 1) / 1e3:.2f} kB free; HF_HUB_CACHE names "
+        "another folder"
     )
     assert not hub.files & shards.keys()
     download(BuildRequest(NAME), room(total, engines=10**9))
