@@ -103,7 +103,7 @@ def cases(place: Path) -> list[Case]:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = recorded(place / "cases")
-    registered = re.compile(r"Registered<([^;]*)> registered;")
+    registered = re.compile(r"Registered<([^;]*)>\s+registered;")
     files = [path.read_text() for path in SOURCE.glob("*_ops.cpp")]
     names = [name for text in files for name in registered.findall(text)[0].split(",")]
     # Their tests ask those of bfloat16 inside of a graph, which is not recorded.

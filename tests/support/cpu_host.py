@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECORD = "RECORDED_CPU_CASES"  # names the file that `recorded` writes to
-TYPES = {"float32": 1, "uint8": 2, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
+TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
 NAMES = {number: name for name, number in TYPES.items()}
 Arrays = list[NDArray[Any] | None]
 Outcome = Arrays | str  # results, or an error
