@@ -31,14 +31,15 @@ def script(name: str, *flags: object) -> str:
 @pytest.mark.parametrize(("model", "modules"), [("deepseek-tiny", 3), ("qwen-tiny", 1)])
 def test_smoke(tmp_path: Path, model: str, modules: int) -> None:
     out, folder = tmp_path / "run", tmp_path / "model"
-    script("train.py", "--smoke", "--model", model, "--steps", 16, "--out", out)
+    script("train.py", "--smoke", "--model", model, "--steps", 32, "--out", out)
     lines = [json.loads(line) for line in (out / "train.jsonl").read_text().splitlines()]
     trunk = [line["reasoning"][0] for line in lines]
     module = [line["reasoning"][1] for line in lines if len(line["reasoning"]) > 1]
     ignorant = math.log(2048)  # every token as likely as any other
     assert trunk[0] == pytest.approx(ignorant, abs=0.1)
     assert trunk[-1] < trunk[0] - 0.3
-    assert module[-1] < module[0] - 0.05, "8 steps, from what the trunk has learnt"
+    # Batches differ by 0.05; 16 steps, from what the trunk has learnt.
+    assert sum(module[-4:]) / 4 < sum(module[:4]) / 4 - 0.05
     checkpoint = out / "train.pt"
     script("distill.py", "--smoke", "--model", model, "--checkpoint", checkpoint, "--out", out)
     folder.mkdir()

@@ -134,7 +134,7 @@ def test_the_example_without_a_compiler(installed: Path) -> None:
 @pytest.mark.full
 def test_operators_and_engines_without_a_compiler(installed: Path) -> None:
     """What the kernels say; programs of `inductor` need a compiler and say so."""
-    suite = ["-m", "pytest", "-q", "-rs", "-n", "2", "--dist", "loadgroup", "-m", "not full"]
+    suite = ["-m", "pytest", "-rs", "-n", "2", "--dist", "loadgroup", "-m", "not full"]
     shown = run_in(installed, *suite, *OPERATORS, *ENGINES, INDUCTOR)
     assert " passed" in shown
     assert NONE in shown

@@ -97,7 +97,11 @@ def compile_library(
             own = [ZIG_SPELLING.get(flag, flag) for flag in own]
         file = ["-c", str(source / name), "-o", objects[-1]]
         subprocess.run([*common, *COMMON, *own, *flags, *file], check=True)
-    subprocess.run([*common, "-shared", *flags, *objects, "-o", str(library)], check=True)
+    # zig's start files don't run a library's destructors when it is unloaded: the process's end
+    # would call them where they no longer are. So the library stays.
+    stay = ["-Wl,-z,nodelete"] if zig and library.suffix == ".so" else []
+    linked = [*common, "-shared", *stay, *flags, *objects, "-o", str(library)]
+    subprocess.run(linked, check=True)
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:

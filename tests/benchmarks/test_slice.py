@@ -32,13 +32,9 @@ sys.path.insert(0, {str(BENCHMARKS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Sizes
-from tests.support.gpu_steps import graph_of
-from mtpbuild.builder.models.common.layers import use_kernels
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.builder.graph.style import Kernels, Sizes
-from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
+from tests.support.gpu_steps import graph_of
 
 class Pretended:  # a GPU, for what is asked while tracing
     def get_current_target(self):
@@ -190,14 +186,21 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
     done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {name: kernels for name, *kernels in (x.split("; ") for x in done.stdout.splitlines())}
-    attention, experts, head = ["out", "out lse"], ["inner parts", "sums"], ["parts"]
-    expert_layer = sorted(attention + experts)
+    rotary, head = "cos sin base place first", ["parts"]
+    attention = ["out", "out", "out", "out lse", "parts"]
+    writing, drafting = ["cache q fresh"], ["q fresh"]  # a further draft's row is written elsewhere
+    dense, experts = ["inner", "parts"], ["inner parts", "parts", "parts", "sums", "weights ids"]
+    expert_layer = sorted([*attention, *writing, *experts, rotary])
     judging = ["best", "tokens num_tokens new_lengths logprobs margins"]
     assert found == {
-        "dense layer": attention, "MoE layer": expert_layer, "head": head, "acceptance": judging,
+        "dense layer": sorted([*attention, *writing, *dense, rotary]),
+        "MoE layer": expert_layer, "head": head, "acceptance": judging,
         "first draft": expert_layer, "head of a draft": ["best", *head],
-        "further draft": expert_layer,
-        "step": sorted(attention * 4 + experts * 3 + head * 3 + judging + ["best"] * 2),
+        "further draft": sorted([*attention, *drafting, *experts, rotary]),
+        "step": sorted(
+            attention * 4 + writing * 3 + drafting + dense + experts * 3 + head * 3 + judging
+            + ["best"] * 2 + [rotary] * 2  # layers of one window share a table
+        ),
     }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class LayerType(Enum):
 class Choice(Enum):
     """Lists the modes of layers that our networks use."""
 
-    SUM, ELEMENT, ALL_REDUCE, LINEAR = range(4)
+    SUM, ELEMENT, ALL_REDUCE, LINEAR, MAX, MIN = range(6)
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,13 @@ class Network:
         assert (how, keep) == (Choice.SUM, False)
         left = tuple(size for axis, size in enumerate(given.shape) if not axes >> axis & 1)
         return self._layer(LayerType.REDUCE, "reduce", (given, axes), given.dtype, left)
+
+    def add_topk(self, values: ITensor, how: Choice, k: int, axes: int) -> ILayer:
+        assert k == values.shape[axes.bit_length() - 1] <= 3840, "TensorRT's bound"
+        given = (values, how is Choice.MAX, axes.bit_length() - 1)
+        made = self._layer(LayerType.OTHER, "sort", given, values.dtype, values.shape)
+        made.outputs.append(self._tensor(DataType.INT32, values.shape))
+        return made
 
     def add_dequantize(self, values: ITensor, scales: ITensor, dtype: DataType) -> ILayer:
         assert values.dtype in BITS
@@ -405,10 +412,15 @@ def _sum_over(x: Tensor, axes: int) -> Tensor:
     return x.sum([axis for axis in range(x.dim()) if axes >> axis & 1])
 
 
+def _sort(values: Tensor, descending: bool, axis: int) -> tuple[Tensor, Tensor]:
+    in_order, indices = values.sort(dim=axis, descending=descending, stable=True)
+    return in_order, indices.int()
+
+
 OWN: dict[str, Callable[..., Any]] = {
     "cast": lambda x, dtype: x.to(TORCH[dtype]), "cumulative": lambda x, axis: x.cumsum(int(axis)),
     "gather": lambda x, ids, axis: x.gather(axis, ids), "reduce": _sum_over,
-    "dequantize": _dequantize, "kv_update": _update,
+    "dequantize": _dequantize, "kv_update": _update, "sort": _sort,
 }  # fmt: skip
 NUMBERS: dict[str, Callable[..., Any]] = {
     function.__name__: function

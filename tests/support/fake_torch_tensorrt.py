@@ -172,7 +172,7 @@ class FakeDataCentre(fake_tensorrt.FakeTensorRt):
     int64, bool, fp8, fp4 = DataType.INT64, DataType.BOOL, DataType.FP8, DataType.FP4
     int8 = DataType.INT8
     CumulativeOperation = ReduceOperation = CollectiveOperation = Choice
-    GatherMode = KVCacheMode = Choice
+    GatherMode = KVCacheMode = TopKOperation = Choice
     ProfilingVerbosity = SimpleNamespace(DETAILED=2)
     PreviewFeature = SimpleNamespace()
     builder, engine, context, refitter = Builder, Engine, RankContext, Refitter

@@ -173,7 +173,7 @@ void parallel(Context* context, int64_t count, const F& task) {
     int64_t count;
     std::atomic<int64_t> next{0}, threads{0};
     std::atomic<bool> failed{false};
-    std::exception_ptr error;
+    std::exception_ptr error{};
   } work{task, count};
   auto run = [](void* given, size_t) {
     Work& work = *static_cast<Work*>(given);
