@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -46,8 +46,9 @@ def converse(
 ) -> None:
     """Chat until Ctrl-D; without a chat template, continue texts.
 
-    Ctrl-C ends an answer, and the conversation continues with the partial answer; while a question
-    is typed, it clears the text. Raises RequestError if the engine can't have such a conversation.
+    Ctrl-C ends an answer, and the conversation continues with the partial answer. While a question
+    is typed, Ctrl-C clears the text; a question that `/edit` took goes back to its place. Raises
+    RequestError if the engine can't have such a conversation.
     """
 
     def answer(prompt: Prompt, params: SamplingParams) -> ChatResult:
@@ -56,7 +57,7 @@ def converse(
     conversation = Conversation(
         engine, params, answer, print_dimmed, system=system, options=options
     )
-    session = make_session(open_history(history_path()))
+    session = make_session(open_history(history_path()), conversation.restore)
     with contextlib.suppress(EOFError):
         while True:
             draft, conversation.draft = conversation.draft, ""
@@ -65,8 +66,13 @@ def converse(
                 conversation.take(text)
 
 
-def make_session(history: History) -> PromptSession[str]:
-    """Return the editor of questions: Enter sends the text, pasted lines stay together."""
+def make_session(
+    history: History, cleared: Callable[[], None] = lambda: None
+) -> PromptSession[str]:
+    """Return the editor of questions: Enter sends the text, pasted lines stay together.
+
+    cleared: is called after Ctrl-C has cleared the text.
+    """
     keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
 
     @keys.add("enter", filter=typing)
@@ -81,6 +87,7 @@ def make_session(history: History) -> PromptSession[str]:
     @keys.add("c-c", filter=typing)
     def clear(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
+        cleared()
 
     return PromptSession(
         history=history,

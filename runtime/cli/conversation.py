@@ -48,6 +48,7 @@ class Conversation:
         self.draft = ""
         self._files = self._sent_files = ""  # texts before the next question, before the last one
         self._last: ChatResult | None = None
+        self._before_edit: _Turns | None = None  # what `restore` puts back
         self._place: Path | None = None  # where it is saved
         self._render([_question("?")])
 
@@ -129,12 +130,20 @@ class Conversation:
         text = self.messages[last]["content"]
         if not isinstance(text, str):
             raise UsageError("/edit: the last question is not a text")
+        if self._before_edit is None:
+            self._before_edit = _Turns(self.messages, self._last, self._files, self._sent_files)
         if self._sent_files and text.startswith(self._sent_files):
             self._files, text = (
                 self._sent_files + self._files,
                 text.removeprefix(self._sent_files),
             )
         self.messages, self.draft, self._last = self.messages[:last], text, None
+
+    def restore(self) -> None:
+        """Put the turns back that `/edit` took, if no question has been answered since."""
+        if self._before_edit is not None:
+            self.messages, self._last, self._files, self._sent_files = self._before_edit
+            self._before_edit = None
 
     def save(self, text: str) -> None:
         """Write the conversation as a line that `run --input` reads, too."""
@@ -178,6 +187,7 @@ class Conversation:
         self.say(f"loaded {path}; turns: {_count_questions(messages)}")
         if messages and not answered:
             self.edit()
+        self._before_edit = None
 
     def show_stats(self, _: str = "") -> None:
         """Say how full the context is, and how fast the answers were."""
@@ -217,7 +227,7 @@ class Conversation:
     def clear(self, _: str = "") -> None:
         """Begin anew, with the system message and the settings."""
         self.messages, self._last, self._place = [], None, None
-        self._files = self._sent_files = ""
+        self._files, self._sent_files, self._before_edit = "", "", None
         self.say("a new conversation")
 
     def leave(self, _: str = "") -> None:
@@ -240,6 +250,7 @@ class Conversation:
         if not result.text:
             raise RequestError(f"the answer is empty ({result.finish_reason})")
         self.messages, self._last = [*kept, result.message], result
+        self._before_edit = None
 
     def _drop_oldest(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Prompt]:
         """Return the newest turns, with their prompt, that leave room for an answer.
@@ -267,6 +278,15 @@ class Conversation:
             if self.messages[at]["role"] == "user":
                 return at
         raise UsageError("there is no question yet")
+
+
+class _Turns(NamedTuple):
+    """A conversation's turns before the last ones are edited."""
+
+    messages: list[Message]
+    last: ChatResult | None
+    files: str
+    sent_files: str
 
 
 class Command(NamedTuple):

@@ -1,6 +1,7 @@
 """Chat in the terminal: keys as they are typed, and what is on the screen."""
 
 import io
+import json
 import pty
 import stat
 import termios
@@ -81,6 +82,18 @@ def test_the_keys_of_a_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert shown.out == "".join(f"{text}\n" for text in wanted)
     assert shown.err.count("5 tokens (length)") == 2
+
+
+def test_ctrl_c_leaves_an_edited_question_in_its_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    engine, _ = fake_engine(max_seq_len=400)
+    saved = tmp_path / "chat.jsonl"
+    with typed(f"hi{ENTER}/edit{ENTER} there{CTRL_C}and?{ENTER}/save {saved}{ENTER}{CTRL_D}"):
+        chat_terminal.converse(engine, SamplingParams(5), None, {})
+    turns = json.loads(saved.read_text(encoding="utf-8"))["messages"]
+    assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["hi", "and?"]
+    capsys.readouterr()
 
 
 def test_what_is_typed_meanwhile_is_not_shown() -> None:

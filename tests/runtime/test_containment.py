@@ -118,7 +118,6 @@ ENDS_REQUEST = (
     *("start", "find", "load", "begin", "fill", "constrain"),
     *("hand out", "score", "detokenise", "follow", "end"),
 )
-LOSES_ROWS = ("store",)
 
 
 def table() -> Iterator[list[str]]:

@@ -154,6 +154,12 @@ def test_edit_takes_the_last_question_back() -> None:
     talk("/edit")
     assert (talk.now.draft, talk.questions) == ("one", [])
     assert talk("/edit") == "error: there is no question yet"
+    talk.now.restore()
+    assert talk.questions == ["one", "two\nlines"], "all that was taken goes back"
+    assert "turns: 2" in talk("/stats")
+    talk("/edit", "three")
+    talk.now.restore()
+    assert talk.questions == ["one", "three"], "a question was answered since"
 
 
 def test_a_file_goes_before_the_next_question(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from tests.support.kernel_launches import FORMS, empty
 from tests.support.specialised import compile_specialised
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
-ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth
 SPILLS = ("LDL", "STL")
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")
 
