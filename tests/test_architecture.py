@@ -208,7 +208,7 @@ assert torch.equal(held, FORMATS[0].decode(parts).T)
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The project with one more operator, and one more format."""
+    """Return the project with one more operator, and one more format."""
     (tmp_path / "mtpbuild").mkdir()
     for name in ("builder", "plugins"):
         shutil.copytree(ROOT / name, tmp_path / name)

@@ -51,12 +51,12 @@ NAMES = [path.name for path in DOCUMENTS]
 
 
 def of(document: str, *marks: str | None) -> list[Any]:
-    """Lists a document's blocks with one of these marks."""
+    """List a document's blocks with one of these marks."""
     return [block for block in BLOCKS if block.document.name == document and block.mark in marks]
 
 
 def documents(language: str, *marks: str | None) -> list[Any]:
-    """Lists the documents that have such blocks."""
+    """List the documents that have such blocks."""
     found = {b.document.name for b in BLOCKS if b.language == language and b.mark in marks}
     return sorted(found)
 
@@ -91,7 +91,7 @@ def test_pages_have_their_size() -> None:
 
 
 def parse(command: str) -> None:
-    """Parses a command of mtpbuild as the program does; raises TyperException."""
+    """Parse a command of mtpbuild as the program does; raise TyperException."""
     group: Any = typer.main.get_command(app)
     name, *args = shlex.split(command)[1:] or ["--help"]
     if name.startswith("-"):
@@ -170,7 +170,7 @@ def test_commands_in_sentences_have_these_flags(document: str) -> None:
 def used(
     tmp_path_factory: pytest.TempPathFactory, tiny_engine: Callable[..., Path]
 ) -> Iterator[Path]:
-    """A folder with the engines that documents run."""
+    """Yield a folder with the engines that documents run."""
     folder = tmp_path_factory.mktemp("used")
     (folder / "engines").mkdir()
     for nextn in (0, 3):

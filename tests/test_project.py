@@ -88,7 +88,7 @@ TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """(module, path) of every file of the four packages."""
+    """Return (module, path) of every file of the four packages."""
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -292,7 +292,7 @@ def test_circles_are_found() -> None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """The files that each file imports anywhere: in functions and for types alone, too."""
+    """Return the files that each file imports anywhere: in functions and for types alone, too."""
     files, graph = dict(sources()), dict[str, set[str]]()
     for module, path in files.items():
         found = set[str]()
@@ -368,7 +368,7 @@ def comparisons_of_a_target(tree: ast.AST) -> Iterator[str]:
 
 
 def is_a_target(node: ast.AST) -> bool:
-    """A literal name, or an attribute or a variable `target`; a graph node's is what it calls."""
+    """Return whether it is a literal name, or a `target`; a graph node's is what it calls."""
     if isinstance(node, ast.Attribute):
         if node.attr == "name":
             return is_a_target(node.value)

@@ -26,7 +26,7 @@ def engine(build_engine: EngineBuilder) -> Path:
 
 
 def prompts(engine: Path) -> list[list[int]]:
-    """Returns questions, and code of more than a chunk."""
+    """Return questions, and code of more than a chunk."""
     with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:6]]
         code = [token for text in CODE[:6] for token in loaded.encode(text)]

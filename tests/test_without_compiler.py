@@ -91,7 +91,7 @@ def test_no_compiler_at_all(own: dict[str, str], said: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository that was installed where no compiler is, in its own .venv."""
+    """Return a copy of the repository that was installed where no compiler is, in its own .venv."""
     if find_spec("ziglang") is None:
         pytest.skip("ziglang is not installed: pip install ziglang")
     copy = tmp_path_factory.mktemp("without") / "mtpbuild"

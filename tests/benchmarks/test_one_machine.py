@@ -42,7 +42,7 @@ ARCHITECTURES = {"moe": "deepseek2", "dense": "qwen2", "hybrid": "qwen35"}
 
 
 def tiny(kind: str, weights: str = "int4") -> Any:
-    """A published shape with small numbers."""
+    """Return a published shape with small numbers."""
     shapes = benchmark("one.shapes")
     recipe, sizes = {
         "moe": (shapes.MOE, MOE),
@@ -78,7 +78,7 @@ def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def no_programs(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """The same, but for programs: its weights are those of an engine."""
+    """Return the same, but for programs: its weights are those of an engine."""
     with quick_target("onnxruntime"):
         return make_engine(folders["moe"], tmp_path)
 

@@ -30,7 +30,7 @@ HOT = replace(PLAIN, temperature=0.8, top_p=0.95, seed=5)
 
 
 class Restless(AdaptiveNextn):
-    """Takes another nextn in every step."""
+    """A launcher that takes another nextn in every step."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)

@@ -198,7 +198,7 @@ def test_caches_on_a_device(predictable_engine: EngineBuilder) -> None:
 def after_a_move(
     programs: OnnxPrograms, controls: StepControls, forgotten: str | None = None
 ) -> list[tuple[list[int], list[int], int]]:
-    """A request that moves to slot 0, which another one held, after 4 of its 16 steps.
+    """Run a request that moves to slot 0, which another one held, after 4 of its 16 steps.
 
     forgotten: a state tensor that the move leaves as it was.
     """

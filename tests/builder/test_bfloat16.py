@@ -57,7 +57,7 @@ def model() -> PlainDeepseek:
 
 
 def narrow(model: PlainDeepseek, for_gpu: bool = False) -> DeepseekV3:
-    """The program's model in bfloat16."""
+    """Return the program's model in bfloat16."""
     wide, made = lower(model).state_dict(), DeepseekV3(model.config)
     set_dtype(made, torch.bfloat16, for_gpu)
     types = {name: weight.dtype for name, weight in made.named_parameters()}

@@ -76,7 +76,7 @@ def stop(
     error: type[BaseException] = KeyboardInterrupt,
     **flags: Any,
 ) -> Path:
-    """A build that ends in `stage`; returns the folder that it leaves."""
+    """Run a build that ends in `stage`; return the folder that it leaves."""
 
     def watch(name: str) -> None:
         if name == stage:
@@ -183,7 +183,7 @@ def half(place: Callable[..., Path]) -> Callable[..., None]:
 
 
 def no_rename(rename: Callable[[Path, Path], Path], path: Path, target: Path) -> Path:
-    """The old engine has made room when the new one's rename fails."""
+    """Put the old engine back when the new one's rename fails."""
     if path.parent.name.endswith(".building"):
         raise NO_SPACE
     return rename(path, target)

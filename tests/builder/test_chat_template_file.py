@@ -18,7 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 @pytest.fixture
 def checkpoint(smallest: Path, tmp_path: Path) -> Path:
-    """A checkpoint with a template, and another one for tools."""
+    """Return a checkpoint with a template, and another one for tools."""
     folder = shutil.copytree(smallest, tmp_path / "checkpoint")
     write_tokenizer(folder / "tokenizer.json")
     (folder / "chat_template.jinja").write_text("its own")
@@ -35,7 +35,7 @@ def template(tmp_path: Path) -> Path:
 
 
 def rendered(engine: Path, given: Path | None = None) -> set[str]:
-    """Renders a question without and with tools."""
+    """Render a question without and with tools."""
     tokenizer = load_tokenizer(engine, read_manifest(engine), given)
     assert tokenizer is not None
     assert tokenizer.chat_template is not None

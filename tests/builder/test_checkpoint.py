@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> Tensors:
-    """The stages that read a checkpoint, without torch.export."""
+    """Return the stages that read a checkpoint, without torch.export."""
     config = load_config(folder)
     checkpoint = open_checkpoint(folder)
     table = checkpoint.check(checkpoint.settle(config))

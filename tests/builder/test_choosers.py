@@ -57,7 +57,7 @@ def test_a_module_equals_what_is_written_out_here(tmp_path: Path) -> None:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * of(name)
 
     def turned(x: Tensor, t: int) -> Tensor:
-        """Turns the first R numbers, neighbours together, by the angles of position t."""
+        """Turn the first R numbers, neighbours together, by the angles of position t."""
         y = x.clone()
         for i in range(R // 2):
             angle = torch.tensor(t * 1e6 ** (-2 * i / R))
@@ -126,7 +126,7 @@ Bug = Callable[[CausalLM], None]
 
 
 def choosers(model: CausalLM) -> list[SparseAttention]:
-    """Returns the attention of all layers and modules that choose rows."""
+    """Return the attention of all layers and modules that choose rows."""
     layers: list[Any] = [*model.layers, *model.mtp]
     found = [layer.self_attn for layer in layers]
     return [each for each in found if each.indexer is not None]
@@ -144,7 +144,7 @@ def chooses(wrong: Callable[..., Tensor]) -> Bug:
 
 
 def newest_committed_row_is_none(choose: Any, *given: Any) -> Tensor:
-    """An off-by-one: the last row before the window may not be chosen."""
+    """Choose with an off-by-one: the last row before the window may not be chosen."""
     found, rows = choose(*given), given[2]
     return found.masked_fill(found == rows.base[:, None, None] - 1, -1)
 
@@ -168,7 +168,7 @@ def rejected_rows(model: CausalLM) -> None:
 
 
 def the_trunks_choice(model: CausalLM) -> None:
-    """The module's first draft attends to the rows that the last layer has chosen."""
+    """Check that the module's first draft attends to the rows that the last layer has chosen."""
     trunk: Any = model.layers[-1].self_attn
     module: Any = model.module(0).self_attn
     attend, own, seen = trunk.attend, module.attend, list[Tensor]()
@@ -249,7 +249,7 @@ def test_the_oracle_catches(name: str, bug: Bug, says: str) -> None:
 
 
 def all_scores_equal(name: str) -> PlainCausalLM:
-    """Makes a model whose rows all tie: the lowest positions win."""
+    """Make a model whose rows all tie: the lowest positions win."""
     model = make_family(name)
     for key, weight in model.named_parameters():
         if key.endswith("weights_proj.weight"):

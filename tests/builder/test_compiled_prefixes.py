@@ -42,7 +42,7 @@ def bare(predictable_engine: EngineBuilder) -> Path:
 
 @pytest.fixture
 def engine(bare: Path, tmp_path: Path) -> Path:
-    """A copy with a prefix."""
+    """Return a copy with a prefix."""
     folder = tmp_path / "engine"
     shutil.copytree(bare, folder)
     put(folder, "one", BEGINNING)
@@ -90,7 +90,7 @@ def check_same(warm: Said, cold: Said) -> None:
 
 
 def prompts() -> list[list[int]]:
-    """Some begin with all of the prefix, some with a part of it, one with nothing."""
+    """Return prompts that begin with all of the prefix, with a part of it, and with nothing."""
     cuts = (150, 149, 148, 128, 65, 63, 1, 0)
     return [[*BEGINNING[:cut], *tokens(100 + cut, 5)] for cut in cuts]
 
@@ -273,7 +273,7 @@ def conversation(engine: Engine) -> list[list[int]]:
 def restart(
     bare: Path, kept: Path, limit: int = 1 << 24
 ) -> tuple[Said, list[int], list[list[int]]]:
-    """What a second process says and finds."""
+    """Return what a second process says and finds."""
     with keeping(bare, kept, limit) as engine:
         asked = conversation(engine)
     with keeping(bare, kept, limit) as engine:
@@ -361,7 +361,7 @@ def test_salts_survive_too(bare: Path, kept: Path) -> None:
 
 
 def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
-    """An engine of other weights finds a folder with blocks of the same tokens and shapes."""
+    """Check that an engine of other weights leaves a folder's blocks of equal tokens alone."""
     other = tmp_path / "other"
     shutil.copytree(bare, other)
     manifest = read_manifest(other)

@@ -91,7 +91,7 @@ def test_kept_weights(folder: str) -> None:
 
 
 def dequantised(folder: str, place: Path) -> Path:
-    """Writes the same checkpoint in fp32."""
+    """Write the same checkpoint in fp32."""
     checkpoint, source = open_checkpoint(WRITTEN / folder), WRITTEN / folder
     place.mkdir()
     config = json.loads((source / "config.json").read_text())

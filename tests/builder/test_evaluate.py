@@ -232,7 +232,7 @@ invoke = partial(command, "eval")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An engine, a task of eight problems of two forms, and nothing else."""
+    """Yield an engine, a task of eight problems of two forms, and nothing else."""
     monkeypatch.chdir(tmp_path)
     write_engine(tmp_path / "engine", fake_manifest(max_seq_len=400))
     write_engine(tmp_path / "n0", fake_manifest(nextn=0))

@@ -75,7 +75,7 @@ def saved(place: Path, name: str) -> tuple[PlainLM, Path]:
 
 
 def oracle(folder: Path, name: str) -> Any:
-    """transformers' model; MiMo's trunk is Qwen2's, whose names its checkpoint has."""
+    """Return transformers' model; MiMo's trunk is Qwen2's, whose names its checkpoint has."""
     if name != "mimo":
         return transformers_model(folder)
     from transformers import Qwen2Config, Qwen2ForCausalLM

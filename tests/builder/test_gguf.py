@@ -150,7 +150,7 @@ def test_a_head_of_another_model(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, change: Callable[[bytes], bytes]) -> str:
-    """Returns the line that ends the reading of a changed file."""
+    """Return the line that ends the reading of a changed file."""
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(CheckpointError) as error:
         open_gguf(path)
@@ -236,7 +236,7 @@ def test_every_weight_of_other_architectures(name: str, kind: str, tmp_path: Pat
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values that differ by more than fp32's rounding."""
+    """Return the values that differ by more than fp32's rounding."""
     found = dict[str, Any]()
     for key, value in one.items():
         if isinstance(value, dict):
@@ -247,7 +247,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:
-    """Returns a writer of the key by which GLM-4.7-Flash is told from DeepSeek."""
+    """Return a writer of the key by which GLM-4.7-Flash is told from DeepSeek."""
     return lambda writer: writer.add_tokenizer_pre("glm4" if "glm" in name else "deepseek-v3")
 
 

@@ -43,14 +43,14 @@ def tiny() -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def write_tiny(path: Path, kind: str) -> Path:
-    """Writes the shipped model with its head as the package quantises it."""
+    """Write the shipped model with its head as the package quantises it."""
     c, stored = tiny()
     tensors: dict[str, Array] = dict(converted(c, {*stored}, lambda n: stored[n].float().numpy()))
     return write_gguf(path, c, tensors, usual(Type[kind]))
 
 
 def by_formula(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns codes and scales of Q8_0 or Q4_0, in the order of our own integers.
+    """Return codes and scales of Q8_0 or Q4_0, in the order of our own integers.
 
     Q8_0's scale is the largest magnitude over 127; Q4_0's the extreme over -8.
     """
@@ -71,7 +71,7 @@ def values_of(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def save_by_formula(folder: Path, bits: int) -> Path:
-    """Saves the shipped model in our own integers, whose codes are those of the formulas."""
+    """Save the shipped model in our own integers, whose codes are those of the formulas."""
     folder.mkdir()
     config, stored = tiny()
     said = {"quant_method": "mtpbuild", "fmt": f"int{bits}", "block_size": 32}
@@ -119,7 +119,7 @@ def test_a_small_engine(build_engine: EngineBuilder, tmp_path: Path) -> None:
 
 
 def contexts(engine: Path) -> list[list[int]]:
-    """Returns the beginnings of the fp32 engine's answers, a few tokens apart."""
+    """Return the beginnings of the fp32 engine's answers, a few tokens apart."""
     params, found = SamplingParams(max_tokens=160), list[list[int]]()
     with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         prompts = [loaded.chat_ids([{"role": "user", "content": text}]) for text in QUESTIONS]
@@ -131,7 +131,7 @@ def contexts(engine: Path) -> list[list[int]]:
 
 
 def accepted(engine: Path, given: list[list[int]]) -> tuple[int, int]:
-    """Returns the drafts that an engine accepts within a few tokens of each, and its steps."""
+    """Return the drafts that an engine accepts within a few tokens of each, and its steps."""
     params = SamplingParams(max_tokens=EVERY, ignore_eos=True)
     with Engine.load(engine, threads=1, prefix_cache=True) as loaded:
         results = [loaded.generate(tokens, params) for tokens in given]

@@ -55,7 +55,7 @@ def rewrite(path: Path, content: bytes) -> None:
 
 
 def refused(folder: Path) -> str:
-    """The line in which it ends when it is loaded, or else when it runs; empty if it runs."""
+    """Return the line in which its load ends, or else its run; empty if it runs."""
     said = ""
     try:
         with Engine.load(folder, threads=1) as engine:

@@ -36,7 +36,7 @@ ENDING = "what has been fetched stays, and the same command goes on from there"
 
 @pytest.fixture(scope="module")
 def checkpoint(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository's files: three shards, a tokenizer, and some that no build reads."""
+    """Return a repository's files: three shards, a tokenizer, and some that no build reads."""
     folder = shutil.copytree(smallest, tmp_path_factory.mktemp("hosted") / "model")
     shard(folder)
     write_tokenizer(folder / "tokenizer.json")
@@ -48,14 +48,14 @@ def checkpoint(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 12 MB: huggingface_hub writes down 10 MiB at a time."""
+    """Return a checkpoint of 12 MB: huggingface_hub writes down 10 MiB at a time."""
     folder = tmp_path_factory.mktemp("hosted") / "large"
     return random_checkpoint(folder, **SMALLEST, vocab_size=45_000)
 
 
 @pytest.fixture
 def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A hub with the model, for this process; the current folder and the cache are empty."""
+    """Yield a hub with the model, for this process; the current folder and the cache are empty."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)

@@ -144,7 +144,7 @@ def test_states_of_slots_that_idle() -> None:
 
 
 def as_published(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
-    """Writes a checkpoint as the repositories have it: wrapped, with stacked experts, a tower."""
+    """Write a checkpoint as the repositories have it: wrapped, with stacked experts, a tower."""
     save_family(folder, name, model, **overrides)
     tensors = load_file(folder / "model.safetensors")
     found = {"model.visual.patch_embed.proj.weight": torch.ones(3, 4)}
@@ -218,7 +218,7 @@ ENDS = ("embed_tokens", "lm_head", "mtp.fc")
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds a matrix to fp8 in blocks of 128 x 128: its values, their scales, what they mean."""
+    """Round a matrix to fp8 in blocks of 128 x 128: its values, their scales, what they mean."""
     rows, columns = (torch.arange(size) // 128 for size in weight.shape)
     scales = 1e-3 * torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1)
     every = scales[rows][:, columns]

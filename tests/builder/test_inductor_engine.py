@@ -210,7 +210,7 @@ def test_threads(engine: Path) -> None:
 
 
 def edited(engine: Path, folder: Path, **fields: Any) -> Path:
-    """A copy of the engine whose manifest says something else about its target."""
+    """Return a copy of the engine whose manifest says something else about its target."""
     copy = shutil.copytree(engine, folder / "engine")
     raw = json.loads((copy / MANIFEST).read_text(encoding="utf-8"))
     raw["target"] |= fields

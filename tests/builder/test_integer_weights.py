@@ -47,7 +47,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in int8, int4, with modules in int4 alone; one with many experts.
+    """Return the same model in int8, int4, with modules in int4 alone; one with many experts.
 
     ends, tied: embedding and head are in int8 too, in one they are the same tensor. mixed: one of
     the experts' products is in int8, the other in int4.

@@ -49,7 +49,7 @@ def digest(values: Tensor) -> str:
 
 
 def as_stored(checkpoint: Checkpoint, path: str) -> Tensor:
-    """Reads the weight of one of MLX's modules, which may hold all experts or heads."""
+    """Read the weight of one of MLX's modules, which may hold all experts or heads."""
     path = path.removeprefix("language_model.")
     at, _, leaf = path.rpartition(".")
     if leaf in ("embed_q", "unembed_out"):
@@ -143,7 +143,7 @@ def test_a_head_with_the_prefix(tmp_path: Path) -> None:
 
 
 def dequantised(folder: str, place: Path) -> Path:
-    """Writes the same checkpoint, and its head, in fp32 under the published names."""
+    """Write the same checkpoint, and its head, in fp32 under the published names."""
     config = json.loads((WRITTEN / folder / "config.json").read_text())
     head = WRITTEN / HEADS[folder] if folder in HEADS else None
     joined = open_slice(WRITTEN / folder, None, head)

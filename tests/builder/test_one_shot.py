@@ -47,7 +47,7 @@ def traced(program: int, max_batch: int, chunk: int = 8) -> TracedProgram:
 
 
 def sums(graph: TracedProgram) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns what is summed by one-shot sums, and what by NCCL."""
+    """Return what is summed by one-shot sums, and what by NCCL."""
     found: dict[str, list[Tensor]] = {"sum_of_ranks": [], "all_reduce": []}
     for node in graph.exported.graph.nodes:
         if (name := op_name(node).partition("::")[2]) in found:
@@ -103,7 +103,7 @@ def test_the_manifest_and_what_builds_it_again() -> None:
 
 
 class Sharing(Peers):
-    """Is a group whose GPUs share memory, or don't."""
+    """A group whose GPUs share memory, or don't."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.refusal, self.memory = refusal, torch.full((BYTES,), 7, dtype=torch.uint8)

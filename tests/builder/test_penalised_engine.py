@@ -38,7 +38,7 @@ PROMPTS = [[20], np.random.default_rng(5).integers(9, 61, 11).tolist()]
 
 @pytest.fixture(scope="module")
 def texts(predictable: PlainDeepseek) -> list[list[list[int]]]:
-    """What each of SETTINGS says after each of PROMPTS."""
+    """Return what each of SETTINGS says after each of PROMPTS."""
     return [[plain_text(predictable, prompt, params) for prompt in PROMPTS] for params in SETTINGS]
 
 

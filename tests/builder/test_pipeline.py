@@ -62,7 +62,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def build_two(smallest: Path, parent: Path) -> Path:
-    """Builds the engines small_n0 and small_n1 at once."""
+    """Build the engines small_n0 and small_n1 at once."""
     stages = Stages()
     built = build(request(smallest, 1, 0, out=parent), stages)
     assert [engine.folder for engine in built] == [parent / "small_n0", parent / "small_n1"]
@@ -73,13 +73,13 @@ def build_two(smallest: Path, parent: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A parent with two real engines."""
+    """Return a parent with two real engines."""
     return build_two(smallest, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture(scope="module")
 def quick_engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but for their graphs."""
+    """Return the same, but for their graphs."""
     with quick_target("onnxruntime"):
         return build_two(smallest, tmp_path_factory.mktemp("quick"))
 

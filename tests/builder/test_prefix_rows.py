@@ -87,7 +87,7 @@ def check_branches(
     carried = ahead if any(s.name == "past_hidden" for s in states) else 0
 
     def check(asked: list[int], where: str, most: int) -> list[int]:
-        """Returns what is known after the answer."""
+        """Return what is known after the answer."""
         wanted, service.programs.rows = cold.answer(asked), 0
         check_same(service.answer(asked), wanted, where)
         service.check_pool()

@@ -27,7 +27,7 @@ from mtpbuild.runtime.ranks import ALONE
 
 @dataclass(frozen=True)
 class Said:
-    """Is what model cards say: billions of parameters, with the tower and in a token's way."""
+    """What model cards say: billions of parameters, with the tower and in a token's way."""
 
     total: float
     tower: float

@@ -28,7 +28,7 @@ TEXT: dict[str, Any] = CONFIG["text_config"]
 
 
 def module() -> dict[str, Tensor]:
-    """Makes the MTP module, which transformers does not know."""
+    """Make the MTP module, which transformers does not know."""
     E, inner = TEXT["hidden_size"], TEXT["intermediate_size"]
     D, H, G = TEXT["head_dim"], TEXT["num_attention_heads"], TEXT["num_key_value_heads"]
     layer = {
@@ -51,13 +51,13 @@ def module() -> dict[str, Tensor]:
 
 
 def stored(name: str, tensor: Tensor) -> Tensor:
-    """Returns it in bf16, except for what is published in fp32."""
+    """Return it in bf16, except for what is published in fp32."""
     return tensor if name.endswith(("A_log", "linear_attn.norm.weight")) else tensor.bfloat16()
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Returns the folder of all files, and transformers' model of these weights."""
+    """Return the folder of all files, and transformers' model of these weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder, files = tmp_path_factory.mktemp("hosted") / "model", qwen3_5()

@@ -79,7 +79,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_whole(folder: Path, *ranks: int) -> None:
-    """These ranks are there, all as it was built, and nothing else is."""
+    """Check that these ranks are there, all as it was built, and nothing else is."""
     manifest = read_manifest(folder)
     found = list(engine_folders(folder, manifest))
     assert [own.rank for _, own in found] == [None, *ranks]

@@ -105,7 +105,7 @@ def quick_engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPat
 
 
 def tokens(engine: Path, prompt: list[int]) -> list[int]:
-    """What `mtpbuild run` says."""
+    """Return what `mtpbuild run` says."""
     ids = ",".join(map(str, prompt))
     flags = ("--prompt-ids", ids, "--max-tokens", str(COUNT), "--ignore-eos", "--json")
     code, out, err = invoke("run", "--engine", engine, *flags)
@@ -213,7 +213,7 @@ def test_seeded_bugs(
 
 
 def assert_caught(engine: Path) -> None:
-    """The run ends with one line, and no rank outlives it."""
+    """Check that the run ends with one line, and no rank outlives it."""
     code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,6")
     assert (code, out) == (1, "")
     assert MISMATCH in err

@@ -57,7 +57,7 @@ def folder(plain: PlainSumming, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def traced(plain: PlainSumming, nextn: int = NEXTN) -> tuple[InductorPrograms, Manifest]:
-    """The programs of target inductor on a CPU, which run eagerly in place of compiled ones."""
+    """Return target inductor's programs on a CPU, run eagerly in place of compiled ones."""
     drafter = DRAFTERS.get(nextn, EAGLE)
     plan = Plan(parse_config(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
     programs = {p.name: p for p in make_programs(plan, lower(plain))}
@@ -102,7 +102,7 @@ class Slots:
 
 
 def check_slots(programs: Programs, plain: PlainSumming, nextn: int) -> None:
-    """A slot idles in the middle of its prompt and of its text, moves, and is used again."""
+    """Check a slot that idles amid its prompt and its text, moves, and is used again."""
     slots, rng = Slots(programs, nextn), np.random.default_rng(7)
     a, b, c, d = (rng.integers(0, CONFIG["vocab_size"], n).tolist() for n in (11, 7, 1, 6))
     prompts: list[tuple[list[int], list[int]]] = []

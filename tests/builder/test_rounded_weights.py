@@ -54,7 +54,7 @@ def source(folder: Path, **how: Any) -> OpenedModel:
 
 
 def rounded_as_kernels_do(folder: Path) -> PlainLM:
-    """The dequantised model with products in int8, whose inputs are rounded to int8, too."""
+    """Return the dequantised model with products in int8, whose inputs are rounded to int8, too."""
     model = load_plain(folder)
     for stored in source(folder).rounded():
         module = model.get_submodule(stored.removesuffix(".weight"))

@@ -49,7 +49,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
 
 @pytest.fixture(scope="module")
 def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the ONNX files that the target compiles, and their weights."""
+    """Return a folder with the ONNX files that the target compiles, and their weights."""
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
     source = opened(predictable_folder, plan.config)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places

@@ -35,7 +35,7 @@ MISSING = "acceptance 'elsewhere': the engine has this rule of far 2.0, which is
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for results, in which the rule and the drafter are installed."""
+    """Yield a folder for results, in which the rule and the drafter are installed."""
     monkeypatch.chdir(tmp_path)
     rule, drafter = tmp_path / "rule", tmp_path / "drafter"
     rule.mkdir()
@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def with_rule(name: str, manifest: Manifest) -> Manifest:
-    """The manifest of an engine that was built with a rule of another package."""
+    """Return the manifest of an engine that was built with a rule of another package."""
     build = manifest.build.model_copy(update={"packages": {"elsewhere": "far 2.0"}})
     rules = {"acceptance": [*BUILT_IN, name]}
     return manifest.model_copy(update={"capabilities": rules, "build": build})

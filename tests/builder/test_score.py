@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(
     folder: Path, build_engine: EngineBuilder, request: pytest.FixtureRequest
 ) -> Iterator[Engine]:
-    """It drafts, so that score fills the module's cache too; IDS are several chunks."""
+    """Build an engine that drafts: score fills the module's cache, too. IDS are several chunks."""
     flags = {"prefill_chunk": 16, "max_batch": 2, "score": True, "target": request.param}
     with Engine.load(build_engine(folder, 1, **flags), threads=1, prefix_cache=True) as loaded:
         yield loaded
@@ -46,7 +46,7 @@ def engine(
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> torch.Tensor:
-    """The model's log-probabilities behind each of IDS."""
+    """Return the model's log-probabilities behind each of IDS."""
     torch.set_num_threads(1)
     with torch.no_grad():
         logits: torch.Tensor = transformers_model(folder)(torch.tensor([IDS])).logits[0]

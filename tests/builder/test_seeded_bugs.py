@@ -103,7 +103,7 @@ def positions_stand_still(
 
 
 def window_of_k_slots(init: Any, self: draft.Vanilla, nextn: int) -> None:
-    """A slot is missed whenever all drafts are accepted: docs/architecture.md has the lemma."""
+    """Miss a slot whenever all drafts are accepted: docs/architecture.md has the lemma."""
     init(self, nextn)
     self.slots = nextn
 

@@ -59,7 +59,7 @@ FULL: list[Case] = [
 
 
 class Meeting:
-    """Stands in for collectives: ranks are threads."""
+    """A stand-in for collectives: ranks are threads."""
 
     def __init__(self, ranks: int) -> None:
         self.here, self.given = threading.local(), [torch.zeros(0)] * ranks
@@ -96,7 +96,7 @@ def said(
     prompts: list[list[int]],
     meeting: Meeting,
 ) -> Said:
-    """What each rank says after its prompt, and its state in the end."""
+    """Return what each rank says after its prompt, and its state in the end."""
     torch.set_num_threads(1)
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:

@@ -295,7 +295,7 @@ class TestWhatCanNotRun:
 
 @pytest.fixture
 def stripped(engine: Path, tmp_path: Path) -> Path:
-    """The engine without its floats, which lie beside it: parameters once, others by program."""
+    """Return the engine without its floats: parameters lie beside it once, others by program."""
     copy = shutil.copytree(engine, tmp_path / "stripped")
     parameters: dict[str, np.ndarray] = {}
     for program in ("prefill", "decode", "decode_mixed"):
@@ -369,7 +369,7 @@ class TestWeightsPutBack:
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
-    """A build that is to fail, and to leave no engine."""
+    """Expect the block's build to fail, and to leave no engine."""
     flags = {"target": "tensorrt-rtx", "compute_capability": "sm120"}
     yield build_request(folder, (0,), out=tmp_path / "engine", **flags)
     assert not (tmp_path / "engine").exists()

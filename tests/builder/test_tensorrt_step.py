@@ -42,7 +42,7 @@ OF_A_STEP = {
 
 
 def programs(slots: int) -> Iterator[tuple[TracedProgram, Any, Plan]]:
-    """Yields prefill, decode and decode_mixed of a model with both kinds of layers."""
+    """Yield prefill, decode and decode_mixed of a model with both kinds of layers."""
     reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
     style = style_of("tensorrt", dtype="float32")
     plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, style)
@@ -79,7 +79,7 @@ def test_what_is_a_plugin() -> None:
 
 
 def of_r1(format: str, dense: int, moe: int) -> StepCounts:
-    """Counts what a dry run says of a step of R1's rank of eight with so many layers."""
+    """Count what a dry run says of a step of R1's rank of eight with so many layers."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         random_model, slices = (import_module(f"on_gpu.{n}") for n in ("random_model", "slices"))

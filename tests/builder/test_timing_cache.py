@@ -12,7 +12,7 @@ TRT: Any = SimpleNamespace(__version__="11.0.0.114")
 
 
 class Config:
-    """Knows what it was given, and measures one thing more; a damaged cache is none."""
+    """A cache that knows what it was given, and measures one thing more; a damaged one is none."""
 
     def __init__(self) -> None:
         self.known = b""

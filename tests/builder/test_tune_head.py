@@ -145,7 +145,7 @@ def trainer_of(
 
 
 def shifted(*args: Any) -> Iterator[tuple[int, Tensor]]:
-    """The bug: a place gets what the place before it drafted."""
+    """Return the bug: a place gets what the place before it drafted."""
     return ((k, g.roll(1, dims=1)) for k, g in run_chain(*args))
 
 

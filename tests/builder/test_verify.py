@@ -141,7 +141,7 @@ def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
 
 
 def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase:
-    """A case whose manifest says that the engine computes in `dtype`, with weights in a format."""
+    """Return a case of an engine that computes in `dtype`, with weights in a format."""
     made = case(kind)
     block = 32 if weights in ("int4", "int8") else None
     changes = {"dtype": dtype, "weights": weights, "block_size": block}
@@ -169,7 +169,7 @@ def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: st
 
 
 def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
-    """A case of two engines that say that they are exact."""
+    """Return a case of two engines that say that they are exact."""
     made = case(kind, max_batch=3)
     for engine in (made.engine, made.base):
         assert isinstance(engine, Engine)

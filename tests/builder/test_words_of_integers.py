@@ -41,7 +41,7 @@ def words(codes: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any, ...]:
-    """A format, its parts, and codes and scales of 128 inputs in groups of 32."""
+    """Return a format, its parts, and codes and scales of 128 inputs in groups of 32."""
     codes, scales = torch.randint(0, 2**bits, (128, 32)), torch.rand(4, 32).half()
     zeros = torch.as_tensor(zero).expand(4, 32)
     tensors = {"qweight": words(codes, bits, 0), "qzeros": words(zeros, bits, 1)}

@@ -42,7 +42,7 @@ def words(codes: Tensor, dim: int) -> Tensor:
 
 
 def as_gptq(plain: Path, folder: Path, group: int) -> Path:
-    """Writes products with the smallest number of a group as 0, the largest as 15."""
+    """Write products with the smallest number of a group as 0, the largest as 15."""
     config, tensors = load_config(plain), load_file(plain / SINGLE)
     for name, weight in [*tensors.items()]:
         if SCHEMES["int4"].wanted(config, name) is None:

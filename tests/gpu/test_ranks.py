@@ -109,7 +109,7 @@ def test_a_rank_that_dies_or_hangs(
 
 
 def follower() -> int:
-    """The rank that this process has started."""
+    """Return the rank that this process has started."""
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     (found,) = [pid for pid in children if b"runtime.follow" in _command(pid)]

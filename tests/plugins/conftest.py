@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def bfloat16_products() -> Iterator[None]:
-    """The interpreter (Triton 3.9) would multiply the bit patterns of bfloat16 operands."""
+    """Multiply in fp32: Triton 3.9's interpreter multiplies the bit patterns of bfloat16."""
     import triton
     from triton.runtime import interpreter
 

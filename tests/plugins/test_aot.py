@@ -37,7 +37,7 @@ PTX = Ptx("entry", "text", "sm_80", (), 128, 1024)
 
 
 class Plugins:
-    """Stands in for `tensorrt.plugin` and keeps what is registered, by kernel and digest."""
+    """A stand-in for `tensorrt.plugin` that keeps what is registered, by kernel and digest."""
 
     class TensorDesc: ...
 
@@ -85,7 +85,7 @@ def trtp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugins]:
 
 
 def given(name: str, kind: str, *shape: int) -> Any:
-    """A tensor of the network."""
+    """Return a tensor of the network."""
     return SimpleNamespace(name=name, dtype=SimpleNamespace(name=kind), shape=shape)
 
 

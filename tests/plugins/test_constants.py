@@ -53,7 +53,7 @@ class Network:
         return self._layer(weights.values(tuple(shape)))
 
     def add_dequantize(self, values: Tensor, scales: Tensor, dtype: str) -> Any:
-        """A scale per block; at most one dimension has blocks of more than one value."""
+        """Multiply by a scale per block; at most one dimension has blocks of several values."""
         self.made.append("dequantised")
         if scales.dim():
             blocks = [n / m for n, m in zip(values.shape, scales.shape, strict=True)]

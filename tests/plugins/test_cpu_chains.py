@@ -33,7 +33,7 @@ def own(op: str, inputs: list[str], outputs: list[str], **how: Any) -> onnx.Node
 
 
 def layer() -> tuple[onnx.ModelProto, Given]:
-    """A norm, rows into a cache, a foreign sum between products, and a verdict."""
+    """Make a graph of a norm, rows into a cache, a foreign sum between products, and a verdict."""
     rng = np.random.default_rng(0)
     B, T, E, latent, half, S, V = 2, 3, 32, 16, 4, 8, 50
     width = latent + 2 * half

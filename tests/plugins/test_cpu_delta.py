@@ -59,7 +59,7 @@ def gates(given: dict[str, NDArray[np.float32]]) -> tuple[Floats, Floats]:
 def ruled(
     given: dict[str, NDArray[np.float32]], shape: tuple[int, ...], n: list[int] | None = None
 ) -> tuple[Floats, Floats]:
-    """Computes all slots and heads token by token: outputs [B, T, H, V] and the state."""
+    """Compute all slots and heads token by token: outputs [B, T, H, V] and the state."""
     B, T, G, H, K, V = shape
     q, k, v = np.split(given["mixed"], [G * K, 2 * G * K], axis=-1)
     wide, narrow = np.full(K, F(1) / np.sqrt(F(K))), np.full(K, F(1) / F(K))

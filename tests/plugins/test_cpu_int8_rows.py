@@ -52,7 +52,7 @@ def place_rows(B: int, T: int, S: int, sections: list[int], written: bool, seed:
 def wanted(
     q: NDArray[Any], given: Given, sections: list[int], keys: exact.Blocks, values: exact.Blocks
 ) -> NDArray[Any]:
-    """What each token of q [B, H, T, C] says of the rows that it sees."""
+    """Return what each token of q [B, H, T, C] says of the rows that it sees."""
     B, H, T, _ = q.shape
     y = np.empty((B, H, T, sum(count for _, count, _ in values)), F)
     for b in range(B):
@@ -129,7 +129,7 @@ def test_grouped_attention(
 
 
 def check_rows(op: str, given: Given, sections: list[int], definition: Any, **how: Any) -> None:
-    """The rows are those of an fp32 cache, rounded; the definition agrees but for a last bit."""
+    """Check that rows are an fp32 cache's, rounded, and the definition's but for a last bit."""
     (B, T), S = given["a"].shape[:2], 9
     starts = np.array([0, S - T])
     cache = np.zeros((B, 1, S, int8_width(sum(sections), sections)), np.int8)

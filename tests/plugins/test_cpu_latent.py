@@ -71,7 +71,7 @@ def test_rows(interleaved: bool, normed: bool, monkeypatch: pytest.MonkeyPatch) 
 def heads(
     rng: np.random.Generator, bits: int, H: int, K: int, N: int
 ) -> tuple[NDArray[Any], NDArray[Any] | None, Any]:
-    """A packed weight by head, its scales, and what a head's rows [M, K] become of it."""
+    """Return a packed weight by head, its scales, and what a head's rows [M, K] become of it."""
     if bits == 32:
         plain = rng.standard_normal((H, K, N)).astype(np.float32)
         values = pack_floats(torch.from_numpy(plain)).numpy()

@@ -68,7 +68,7 @@ def slot(at: Index) -> Any:
 
 
 def later(at: Index) -> Any:
-    """The token's place [B, H, T, ..] and those after it."""
+    """Return the token's place [B, H, T, ..] and those after it."""
     return np.s_[at[0], :, at[2] :]
 
 

@@ -84,7 +84,7 @@ def test_nothing_forbidden_is_emitted(seed: int) -> None:
 
 
 class ToyMatcher:
-    """Plays llguidance's matcher for the language of AFTER."""
+    """llguidance's matcher for the language of AFTER."""
 
     def __init__(self, last: int) -> None:
         self.history = [last]
@@ -120,7 +120,7 @@ Bug = Callable[[Constraint], Constraint]
 
 
 def constraints(bug: Bug) -> dict[tuple[int, ...], Constraint]:
-    """What the host says of each newest token and its drafts."""
+    """Return what the host says of each newest token and its drafts."""
     found = {}
     for count in range(K + 1):
         for newest, *drafts in product(range(V), repeat=count + 1):
@@ -130,7 +130,7 @@ def constraints(bug: Bug) -> dict[tuple[int, ...], Constraint]:
 
 
 def decode(*, bug: Bug, stale: bool, rejection: bool, block: bool = False) -> Tensor:
-    """The first COUNT tokens of every slot, [SLOTS, COUNT], as a host and a step make them."""
+    """Return every slot's first COUNT tokens, [SLOTS, COUNT], as a host and a step make them."""
     every = constraints(bug)
     asked = asked_of(
         SLOTS,

@@ -231,7 +231,7 @@ def fresh_beside_cache(
 def written_elsewhere(
     q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rows at base are others than the fresh ones: one block would read the wrong rows."""
+    """Check rows at base that are not the fresh ones: one block would read the wrong rows."""
     cache = kv_write(cache, fresh * 2 + 1, base)
     return mla_attention(q, cache, fresh, base, first, SCALE, RANK), cache
 

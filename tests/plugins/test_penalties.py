@@ -208,7 +208,7 @@ def drafts_not_counted(
 def not_reset(
     logits: Tensor, history: Tensor, lengths: Tensor, ahead: Tensor, prompt_length: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What rejected drafts and earlier requests have left counts too."""
+    """Count what rejected drafts and earlier requests have left, too."""
     everywhere = torch.full_like(lengths, history.shape[1])
     contained, counts = seen(logits, history, everywhere, ahead, prompt_length)
     return contained, counts

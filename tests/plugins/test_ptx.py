@@ -57,7 +57,7 @@ def check(
 
 
 def assemble(kernels: list[dict[str, Any]], target: str, folder: Path) -> None:
-    """The text without Triton's own parameters is still PTX that the driver would take."""
+    """Check that the text without Triton's own parameters is PTX that the driver would take."""
     from triton import knobs
 
     blackwell = int("".join(filter(str.isdigit, target))) >= 100

@@ -27,7 +27,7 @@ FOUND = {
 
 
 def said(cache: Path, form: str, *checks: str) -> dict[str, str]:
-    """What came out of each check; of all if none is named. form: an architecture, or `plugin`."""
+    """Return the outcome of each check; of all if none is named. form: `plugin`, or a GPU's."""
     given = ("-W", "ignore", "-m", "tests.support.ptx_checks", form, *checks)
     lines = map(json.loads, run(*given, cache=cache).splitlines())
     return {line["check"]: line["said"] for line in lines}

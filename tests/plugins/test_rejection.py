@@ -56,7 +56,7 @@ def test_joint_law_of_a_rule_that_chooses(share: float, sampled: bool) -> None:
 
 
 def thrifty_tokens(rule: Rule, share: float, sampled: bool) -> Tensor:
-    """What the slots say that ask for the rule; the others must say what strict ones do."""
+    """Return what the slots say that ask for the rule; the others must say what strict ones do."""
     asks = {"thrifty": torch.arange(SLOTS) % 2 == 0, "thrifty_share": torch.full((SLOTS,), share)}
     tokens = decode(rejection=False, sampled=sampled, rule=rule, asks=asks)
     assert torch.equal(tokens[1::2], decode(rejection=False, sampled=sampled)[1::2])
@@ -126,7 +126,7 @@ def test_strict_text_does_not_depend_on_drafts(sampled: bool) -> None:
 
 
 def shared_numbers(patch: pytest.MonkeyPatch) -> None:
-    """Accepting with the number that the draft was drawn with."""
+    """Accept with the number that the draft was drawn with."""
     patch.setattr(mixed, "ACCEPT", DRAFT)
 
 
@@ -144,7 +144,7 @@ def recover_from_p(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
-    """The plain residual behind a block."""
+    """Return the plain residual behind a block."""
 
     def wrong(
         p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
@@ -160,7 +160,7 @@ def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
-    """A dropped draft's number serves again, though the block's verdict depended on it."""
+    """Accept with a dropped draft's number again, though the block's verdict depended on it."""
 
     def wrong(asked: Controls, lengths: Tensor, k: int) -> Tensor:
         return asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
@@ -169,7 +169,7 @@ def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    """The block's residual behind drafts that were judged alone."""
+    """Return the block's residual behind drafts that were judged alone."""
 
     def wrong(
         p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor

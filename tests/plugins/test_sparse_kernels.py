@@ -81,7 +81,7 @@ Plant = Callable[[str, str, str], None]
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
-    """Puts a changed copy of a kernel's module in its place."""
+    """Put a changed copy of a kernel's module in its place."""
 
     def change(op: str, right: str, wrong: str) -> None:
         name = f"mtpbuild.plugins.{op}.triton"

@@ -24,7 +24,7 @@ LAST = (1 << 31) - 8  # calls after which 32 bits are full
 
 
 def wrong_calls(*cases: dict[str, Any]) -> list[Any]:
-    """Returns how many calls each rank of each case got wrong.
+    """Return how many calls each rank of each case got wrong.
 
     Without `ranks`: whether one that waits for a rank that is gone can be released.
     """
@@ -115,7 +115,7 @@ def test_compiled_for_a_gpu(architecture: int, tmp_path: Path) -> None:
 
 
 def check_compiled(architecture: int, cache: Path) -> None:
-    """Writes, a barrier, a release; an acquire, a barrier, and all reads before the first sum."""
+    """Write, a barrier, a release; an acquire, a barrier, and all reads before the first sum."""
     for line in run("-W", "ignore", "-c", READS, str(architecture), cache=cache).splitlines():
         ranks, (registers, stack, spills, programs), ptx, sass = json.loads(line)
         assert (stack, spills) == (0, 0)

@@ -23,7 +23,7 @@ def row_logits(model: PlainLM, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def greedy(model: PlainLM, tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens, one whole forward pass for each."""
+    """Return the next `count` tokens, one whole forward pass for each."""
     tokens = list(tokens)
     for _ in range(count):
         tokens.append(int(next_logits(model, tokens).argmax()))
@@ -44,7 +44,7 @@ def draft_logits(
 
 
 def _eagle(model: PlainLM, tokens: list[int], nextn: int, drafts: Sequence[int]) -> list[Tensor]:
-    """Module 1 over all slots, then again with its own newest output as one more slot's hidden."""
+    """Run module 1 over all slots, then with its newest output as one more slot's hidden state."""
     hidden = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens[1:])
     found = []
@@ -57,7 +57,7 @@ def _eagle(model: PlainLM, tokens: list[int], nextn: int, drafts: Sequence[int])
 
 
 def _vanilla(model: PlainLM, tokens: list[int], nextn: int, drafts: Sequence[int]) -> list[Tensor]:
-    """Module k over all slots, with the drafts so far as the tokens that are not known yet."""
+    """Run module k over all slots, with the drafts so far as the tokens that are not known yet."""
     g = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens)
     slots, found = len(tokens) - 1, []

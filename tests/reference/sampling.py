@@ -50,8 +50,9 @@ def edited(
 
 @torch.no_grad()
 def sample(model: PlainLM, tokens: list[int], count: int, controls: StepControls) -> list[int]:
-    """The next `count` tokens: the argmax if greedy, else the inverse CDF of p at each position's
-    number.
+    """Return the next `count` tokens.
+
+    Each is the argmax if greedy, else the inverse CDF of p at the position's number.
     """
     tokens, prompt = list(tokens), len(tokens)
     numbers = controls.uniforms(len(tokens) + count)[0]
@@ -67,7 +68,7 @@ def sample(model: PlainLM, tokens: list[int], count: int, controls: StepControls
 
 
 def plain_text(model: PlainLM, prompt: list[int], params: SamplingParams) -> list[int]:
-    """What a strict request says after a prompt, decoded without drafts and caches."""
+    """Return what a strict request says after a prompt, decoded without drafts and caches."""
     names = ["temperature", "top_k", "top_p", "min_p"]
     names += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
     bias = params.logit_bias or {}

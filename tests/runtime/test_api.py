@@ -50,7 +50,7 @@ reference = load_script(RUNTIME.parent / "tools" / "api_reference.py")
 
 @pytest.fixture
 def talker() -> Engine:
-    """Makes an engine that thinks, speaks and calls a tool."""
+    """Make an engine that thinks, speaks and calls a tool."""
     return fake_engine(max_batch=2, max_seq_len=500, **saying(SAID, TOOL_TEMPLATE))[0]
 
 
@@ -174,7 +174,7 @@ def test_clients_may_give_a_timeout() -> None:
 
 
 def swapped(engine: Engine, other: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
-    """Swaps to another engine in a thread of its own."""
+    """Swap to another engine in a thread of its own."""
     monkeypatch.setattr(Engine, "load", lambda path, **_: other)
     thread = threading.Thread(target=engine.swap, args=("engines/other",))
     thread.start()
@@ -371,7 +371,7 @@ def test_every_public_name_is_documented(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tiny_engine: Callable[..., Path], tmp_path: Path) -> Iterator[Path]:
-    """A folder with the engines that docstrings name; one engine serves under all names."""
+    """Yield a folder with the engines that docstrings name; one engine serves under all names."""
     (tmp_path / "engines").mkdir()
     for name in ("tiny_n2", "tiny_n3"):
         (tmp_path / "engines" / name).symlink_to(tiny_engine(3))

@@ -141,7 +141,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def rendered(
     theirs: Any, messages: Messages, *, tokenize: bool = False, **options: Any
 ) -> str | list[int]:
-    """What transformers makes of it, in the words of our options."""
+    """Return what transformers makes of it, in the words of our options."""
     options = {"add_generation_prompt": True} | options
     own = options.pop("chat_template_kwargs", {})
     found = theirs.apply_chat_template(messages, tokenize=tokenize, **options, **own)
@@ -235,7 +235,7 @@ def test_a_bos_is_not_added_twice(tmp_path: Path) -> None:
 
 
 def features(**config: Any) -> Files:
-    """A tokenizer without a family, and the template that shows what templates are given."""
+    """Return a tokenizer without a family, and the template that shows what templates are given."""
     added = [*special("<|role|>\n"), *plain("<image>", "<think>", "<user>")]
     backend = train([], added, first=["<s>", "</s>"])
     return folder_of(backend, {"tokenizer_class": "PreTrainedTokenizerFast"} | config)

@@ -45,7 +45,7 @@ def run(folder: Path, *flags: object) -> tuple[int, list[str], str]:
 
 
 def refused(*args: object) -> str:
-    """The one line of a usage error."""
+    """Return the one line of a usage error."""
     code, out, err = invoke(*args)
     assert (code, out) == (2, "")
     assert re.fullmatch("error: .*\n", err)

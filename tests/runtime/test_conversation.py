@@ -40,7 +40,7 @@ class Talk:
         return self.engine.chat(prompt, params)
 
     def __call__(self, *lines: str) -> str:
-        """Takes these lines; returns what was said since the last call."""
+        """Take these lines; return what was said since the last call."""
         self.said.clear()
         for line in lines:
             self.now.take(line)
@@ -52,7 +52,7 @@ class Talk:
 
 
 def templated(template: str) -> Tokenizer:
-    """Makes the fakes' tokenizer with another chat template."""
+    """Make the fakes' tokenizer with another chat template."""
     text = TemplateText("chat_template.jinja", template)
     return Tokenizer(backend_tokenizer(), chat_template=ChatTemplates({"default": text}))
 

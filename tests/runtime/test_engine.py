@@ -23,7 +23,7 @@ from tests.support.fakes import (
 
 
 def saying(prompt: str, text: str) -> Engine:
-    """An engine that answers `prompt` with `text`, over and over."""
+    """Return an engine that answers `prompt` with `text`, over and over."""
     tokenizer = fake_tokenizer()
     tokens = tokenizer.encode(text, add_special_tokens=False)
     return fake_engine(next_token=scripted(len(tokenizer.encode(prompt)), tokens))[0]

@@ -70,13 +70,13 @@ def grammars(backend: tokenizers.Tokenizer) -> Grammars:
 
 
 def bits(allowed: NDArray[np.int32]) -> list[int]:
-    """The tokens of a mask."""
+    """Return the tokens of a mask."""
     found = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
     return [int(token) for token in found]
 
 
 def follow(matcher: LLMatcher, tokens: list[int]) -> list[int]:
-    """What llguidance allows behind these tokens, each taken in turn by a copy."""
+    """Return what llguidance allows behind these tokens, each taken in turn by a copy."""
     fresh = matcher.deep_copy()
     assert fresh.consume_tokens(tokens)
     mask = np.zeros((1, -(-VOCABULARY // 32)), np.int32)

@@ -186,7 +186,7 @@ def test_arguments_are_objects() -> None:
 
 
 def random_schema(rng: np.random.Generator, depth: int) -> Any:
-    """A schema of every kind that is taken, whose texts are short."""
+    """Return a schema of every kind that is taken, whose texts are short."""
 
     def inner() -> Any:
         return random_schema(rng, depth - 1)
@@ -222,7 +222,7 @@ def random_schema(rng: np.random.Generator, depth: int) -> Any:
 
 
 def walked(asked: LLMatcher, rng: np.random.Generator) -> str | None:
-    """A random text of a grammar, in which special bytes are frequent; None if it has no end."""
+    """Return a random text of a grammar, with many special bytes; None if it has no end."""
     said = bytearray()
     while len(said) < 600:
         mask = np.frombuffer(asked.compute_bitmask(), np.uint8)

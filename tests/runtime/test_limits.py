@@ -23,14 +23,14 @@ def system(root: Path, files: Mapping[str, str]) -> Path:
 
 
 def memory(group: str, limit: str, used: int = 2000, cached: int = 0) -> dict[str, str]:
-    """The files of a group of version 2."""
+    """Return the files of a group of version 2."""
     stat = f"anon 5\ninactive_file {cached}\nactive_file 7\n"
     files = {"memory.max": f"{limit}\n", "memory.current": f"{used}\n", "memory.stat": stat}
     return {f"{group}/{name}": text for name, text in files.items()}
 
 
 def old_memory(group: str, limit: str, used: int = 2000, cached: int = 0) -> dict[str, str]:
-    """The files of a group of version 1."""
+    """Return the files of a group of version 1."""
     stat = f"inactive_file 0\ntotal_inactive_file {cached}\n"
     files = {"limit_in_bytes": limit, "usage_in_bytes": str(used)}
     named = {f"{group}/memory.{name}": text for name, text in files.items()}

@@ -28,7 +28,7 @@ WORLD = "def hello(world"
 
 
 def both(manifest: Manifest, **settings: Any) -> list[Engine]:
-    """The same engine, in step and overlapping."""
+    """Return the same engine, in step and overlapping."""
     kinds = (FakePrograms, LaggingPrograms)
     return [Engine(kind(manifest, **settings), manifest, fake_tokenizer()) for kind in kinds]
 
@@ -160,7 +160,7 @@ def test_stop_strings(stop: str | list[str], text: str) -> None:
 
 
 class Notes:
-    """Notes a request's steps."""
+    """The steps of a request."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[int], list[int], int]] = []

@@ -37,7 +37,7 @@ class Fakes:
         return count
 
     def check(self) -> None:
-        """What is counted is there, and no more than may be."""
+        """Check that what is counted is there, and no more than may be."""
         saved = [*self.tree.entries()]
         assert len({e.number for e in saved}) == len(saved)
         assert {e.number for e in saved} == set(self.programs.saved_rows)

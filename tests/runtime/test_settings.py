@@ -120,7 +120,7 @@ class Drafts(list[list[int]]):
 
 
 class Filled(FakePrograms):
-    """Writes controls as a target's slots do, and takes no notice of constraints."""
+    """Slots that write controls as a target's do, and take no notice of constraints."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
@@ -139,7 +139,7 @@ class Filled(FakePrograms):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """An engine that has all settings but `prompt_logprobs`; its tokenizer has a token too many."""
+    """Yield an engine with all settings but `prompt_logprobs`, and a token too many."""
     tensors = (TensorSpec(name=c.name, dtype=c.dtype, shape=(1,)) for c in EVERY)
     mixed = ProgramSpec(file="x", inputs=tuple(tensors), outputs=())
     manifest = fake_manifest(vocab_size=V).model_copy(

@@ -31,7 +31,7 @@ def load(folder, manifest, threads):
 
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with a target of its own."""
+    """Install a package with a target of its own."""
     (tmp_path / "other_target.py").write_text(CODE)
     info = tmp_path / "other_target-1.0.dist-info"
     info.mkdir()
@@ -43,7 +43,7 @@ def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_for(target: str, folder: Path) -> Path:
-    """An engine whose manifest names the target, known or not."""
+    """Return an engine whose manifest names the target, known or not."""
     write_engine(folder, fake_manifest())
     raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     raw["target"]["name"] = target

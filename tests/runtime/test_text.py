@@ -13,7 +13,7 @@ TOKENIZER = fake_tokenizer(BACKEND)
 
 
 def pieces(text: TextStream, tokens: list[int]) -> list[str]:
-    """The text after each token, and what comes at the end."""
+    """Return the text after each token, and what comes at the end."""
     parts = []
     for token in tokens:
         text.push(token, False)

@@ -8,7 +8,7 @@ from mtpbuild.runtime.threads import default_threads, parse_threads, physical_co
 
 
 def machine(root: Path, siblings: dict[int, str], quota: str | None = None) -> Path:
-    """Writes the files in which Linux says which processors share a core, and a group's quota."""
+    """Write the files in which Linux says which processors share a core, and a group's quota."""
     for cpu, others in siblings.items():
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
         topology.mkdir(parents=True)

@@ -68,7 +68,7 @@ def page_data(page: str) -> Any:
 
 @pytest.fixture
 def traced(tmp_path: Path) -> tuple[str, list[dict[str, Any]]]:
-    """A page, and the lines of the same run."""
+    """Return a page, and the lines of the same run."""
     engine, said = nasty_engine()
     params = SamplingParams(max_tokens=60, stop=["never"])
     with engine, Trace(engine, tmp_path / "a.html", tmp_path / "a.jsonl") as trace:

@@ -250,7 +250,7 @@ def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[tuple[int, str]]:
-    """A server in a process of its own: its number and its address."""
+    """Yield a server in a process of its own: its number and its address."""
     command = [sys.executable, "-m", "tests.support.fake_server", "0", "0", "5", "quiet"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as running:
         yield running.pid, url_of(running).removeprefix("http://")

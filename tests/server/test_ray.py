@@ -46,7 +46,7 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """The example's two replicas, on a port of the test's own."""
+    """Yield the example's two replicas, on a port of the test's own."""
     said = yaml.safe_load(EXAMPLE.read_text())
     said["http_options"]["port"] = port = free_port()
     (application,) = said["applications"]

@@ -145,7 +145,7 @@ class Pieces:
 
 
 def answer_spans(open_thought: bool, pieces: list[str | int]) -> list[tuple[Span, ...]]:
-    """What each piece of an answer becomes: a number is a mark, a text any other token."""
+    """Return what each piece of an answer becomes: a number is a mark, a text any other token."""
     tokenizer = Pieces(["", "", *MARKS])
     stream = TextStream(
         tokenizer,  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
 
 @contextlib.contextmanager
 def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
-    """A client of a server that writes tool calls in a form."""
+    """Yield a client of a server that writes tool calls in a form."""
     with live(engine, ServerOptions(tool_call_parser=parser)) as server, server.openai() as made:
         yield made
 
@@ -100,7 +100,7 @@ def test_other_rules_keep_to_the_form(params: SamplingParams, engine: Engine) ->
 
 
 def schemas(rng: np.random.Generator, depth: int) -> Any:
-    """A schema whose texts are short."""
+    """Return a schema whose texts are short."""
     kind = int(rng.integers(8 if depth else 5))
     if kind == 5:
         return {"anyOf": [schemas(rng, depth - 1) for _ in range(2)]}

@@ -272,7 +272,7 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Control
 
 
 def operands(case: Case) -> Operands:
-    """Makes the operands of `accept_mixed` for one slot."""
+    """Make the operands of `accept_mixed` for one slot."""
     K = len(case.drafts)
     drafts = K if case.num_drafts is None else case.num_drafts
     uniforms = torch.zeros(1, 3, 20)

@@ -19,7 +19,7 @@ from tests.support import fakes
 
 
 def small_tokens(history: Sequence[int]) -> int:
-    """Returns next tokens that the smallest vocabulary has too, and never an end of sequence."""
+    """Return next tokens that the smallest vocabulary has too, and never an end of sequence."""
     return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 50
 
 
@@ -36,7 +36,7 @@ def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
 def answer(
     kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0
 ) -> TimedAnswer:
-    """Makes a request in which all tokens of every step were kept."""
+    """Make a request in which all tokens of every step were kept."""
     tokens = sum((j + 1) * steps for j, steps in enumerate(histogram))
     assert sum(histogram) == len(times)
     nextn = len(histogram) - 1
@@ -45,7 +45,7 @@ def answer(
 
 
 def by_hand() -> dict[Nextn, Measurements]:
-    """Makes two requests of nextn 0 (5 tokens, 2 s each) and of nextn 2.
+    """Make two requests of nextn 0 (5 tokens, 2 s each) and of nextn 2.
 
     With nextn 2 they are the same 5 tokens in 3 steps of 3 s, and 4 tokens.
     """

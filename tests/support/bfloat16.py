@@ -15,14 +15,14 @@ RARE = 20  # one token in so many may be off: rounding decides between experts o
 
 @torch.no_grad()
 def rounded(model: PlainDeepseek) -> PlainDeepseek:
-    """Rounds a model's weights, in place, to numbers that bfloat16 holds exactly."""
+    """Round a model's weights, in place, to numbers that bfloat16 holds exactly."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     return model
 
 
 def check(model: PlainDeepseek, asked: Sequence[list[int]], played: Sequence[TimedAnswer]) -> None:
-    """Asserts that greedy tokens are the argmax or nearly, with the right log-probabilities."""
+    """Assert that greedy tokens are the argmax or nearly, with the right log-probabilities."""
     gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
     assert max(gaps) < NEAR
     assert sum(gap > 0 for gap in gaps) <= len(gaps) / RARE, "and the argmax it is mostly"
@@ -41,7 +41,7 @@ def check_logprobs(
 def judged(
     model: PlainDeepseek, prompt: list[int], text: TimedAnswer
 ) -> tuple[list[float], list[float]]:
-    """Returns each token's distance below the largest logit, and its log-probability's error."""
+    """Return each token's distance below the largest logit, and its log-probability's error."""
     known = torch.tensor([prompt + text.token_ids[:-1]])
     logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
     said = torch.tensor(text.token_ids)[:, None]

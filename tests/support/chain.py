@@ -41,7 +41,7 @@ def decode(
     rule: Rule | None = None,
     asks: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Decodes the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
+    """Decode the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
 
     penalties: edits the logits of all slots, whose prompt is the token FIRST. rule: another
     package's; asks: which slots ask for it, and its settings, by the names of its controls.
@@ -99,7 +99,7 @@ def chi_square(tokens: Tensor, penalties: StepControls = GREEDY) -> float:
 
 
 def chain(path: tuple[int, ...], penalties: StepControls = GREEDY) -> float:
-    """Returns the exact probability of the tokens after the prompt."""
+    """Return the exact probability of the tokens after the prompt."""
     probability, tokens = 1.0, [FIRST]
     for token in path:
         logits = edited(P[tokens[-1]].log().double().numpy(), tokens, 1, penalties)

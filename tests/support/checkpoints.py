@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
-    """Makes a plain model with random weights (`randomise`)."""
+    """Make a plain model with random weights (`randomise`)."""
     torch.manual_seed(seed)
     model = PlainDeepseek(parse_config(without_nulls(BASE | overrides))).eval()
     randomise(model)
@@ -83,7 +83,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> PlainDeepseek:
-    """Makes a random model in which a token is mostly followed by its fixed permutation.
+    """Make a random model in which a token is mostly followed by its fixed permutation.
 
     Main model and modules both know it, so natural drafts are accepted often, but not always.
     """
@@ -108,7 +108,7 @@ def save_checkpoint(folder: Path, model: PlainDeepseek, **overrides: Any) -> Pat
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
-    """Writes config.json and model.safetensors as repositories have them."""
+    """Write config.json and model.safetensors as repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
@@ -121,14 +121,14 @@ def random_checkpoint(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def load_config(folder: Path) -> DeepseekV3Config:
-    """Loads a DeepSeek-V3 checkpoint's configuration."""
+    """Load a DeepSeek-V3 checkpoint's configuration."""
     config = models.load_config(folder)
     assert isinstance(config, DeepseekV3Config)
     return config
 
 
 def load_reference(folder: Path) -> PlainDeepseek:
-    """Loads the plain model with a checkpoint's weights in fp32."""
+    """Load the plain model with a checkpoint's weights in fp32."""
     model = PlainDeepseek(load_config(folder)).eval()
     weights = {k: v.float() for k, v in load_file(folder / SINGLE).items()}
     model.load_state_dict(weights)
@@ -136,7 +136,7 @@ def load_reference(folder: Path) -> PlainDeepseek:
 
 
 def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
-    """Makes the program's model with the plain model's weights, through the table of weights."""
+    """Make the program's model with the plain model's weights, through the table of weights."""
     tensors, family = reference.state_dict(), models.family_of(reference.config)
     model = family.make_model(reference.config, share.ranks)
     weights = {
@@ -152,13 +152,13 @@ def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
 
 
 def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Makes a program's weight from the checkpoint's tensors by name."""
+    """Make a program's weight from the checkpoint's tensors by name."""
     slices = ([tensors[stored.name] for stored in group] for group in weight.groups)
     return torch.cat([weight.transform(*each) for each in slices])
 
 
 def write_tokenizer(path: Path, size: int = 1) -> None:
-    """Writes a byte-level tokenizer of so many tokens."""
+    """Write a byte-level tokenizer of so many tokens."""
     tokenizer = Tokenizer(BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))

@@ -29,7 +29,7 @@ AT_ONCE = "at once"
 
 
 class Order:
-    """Holds the captures and collectives of this process's rank, in their order."""
+    """The captures and collectives of this process's rank, in their order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -38,7 +38,7 @@ class Order:
         self.program = ""
 
     def note(self, what: str) -> None:
-        """Notes the next action; raises RuntimeError if another rank is about to do another."""
+        """Note the next action; raise RuntimeError if another rank is about to do another."""
         self.lines.append(f"{self.doing}: {self.program}{what}")
         if self.group is None:
             return
@@ -53,13 +53,13 @@ class Order:
 
     @contextlib.contextmanager
     def of(self, program: str) -> Iterator[None]:
-        """Notes the collectives in the block as those of a program."""
+        """Note the collectives in the block as those of a program."""
         self.program = f"{program}: "
         yield
         self.program = ""
 
     def write(self) -> None:
-        """Writes the log for a test to read, at the end."""
+        """Write the log for a test to read, at the end."""
         if folder := os.environ.get(LOGS):
             text = json.dumps(self.lines)
             (Path(folder) / f"rank{os.environ['RANK']}.json").write_text(text)
@@ -69,7 +69,7 @@ HERE = Order()
 
 
 def agreed(logs: Path, ranks: int = 2) -> list[str]:
-    """Returns the log that all ranks wrote to that folder; asserts that they are the same."""
+    """Return the log that all ranks wrote to that folder; assert that they are the same."""
     first, *others = (json.loads((logs / f"rank{rank}.json").read_text()) for rank in range(ranks))
     assert first, "they have done something"
     assert all(other == first for other in others)
@@ -77,7 +77,7 @@ def agreed(logs: Path, ranks: int = 2) -> list[str]:
 
 
 def listened_to(program: GraphModule) -> GraphModule:
-    """Makes a program's sums note themselves before they happen; one-shot ones are the kernel's."""
+    """Make a program's sums note themselves before they happen; one-shot ones are the kernel's."""
     real, one_shot = torch.ops._c10d_functional.all_reduce.default, sum_of_ranks._opoverload
 
     def all_reduce(x: Tensor, *how: Any) -> Any:
@@ -133,7 +133,7 @@ class GlooPeers(nccl.Peers):
 
 
 class RankGpu(FakeGpu):
-    """Is a rank's GPU. A captured step repeats the sums of the run before its capture."""
+    """A rank's GPU. A captured step repeats the sums of the run before its capture."""
 
     def __init__(self) -> None:
         super().__init__()

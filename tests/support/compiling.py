@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def run(*arguments: str, cache: Path, **others: str) -> str:
-    """Returns what Python prints in a process that compiles; others: of its environment."""
+    """Return what Python prints in a process that compiles; others: of its environment."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"} | others
     done = subprocess.run(

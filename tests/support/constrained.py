@@ -17,7 +17,7 @@ ASKED = (
 
 
 def only(tokens: list[int], manifest: Manifest) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Makes masks [T, words]: row j allows only `tokens[j]`; rows behind the last are free."""
+    """Make masks [T, words]: row j allows only `tokens[j]`; rows behind the last are free."""
     words = -(-manifest.model.vocab_size // 32)
     masks = np.full((manifest.window, words), -1, np.int32)
     for row, token in enumerate(tokens):
@@ -27,7 +27,7 @@ def only(tokens: list[int], manifest: Manifest) -> np.ndarray[Any, np.dtype[np.i
 
 
 def check_masks(programs: Any, manifest: Manifest, nextn: int | None = None) -> None:
-    """Checks that every rule accepts forced drafts, and others only if they are allowed.
+    """Check that every rule accepts forced drafts, and others only if they are allowed.
 
     The second step judges the modules' own drafts; its first row allows only one token. nextn: the
     drafts of an adaptive engine's steps.

@@ -71,7 +71,7 @@ def _attribute(value: int | float | str, rng: Random) -> int | float | str:
 
 
 def _text(text: str, rng: Random) -> str:
-    """A chain's steps, or its results, with a word or a line more, less or elsewhere."""
+    """Return a chain's steps, or its results, with a word or a line more, less or elsewhere."""
     apart = "\n" if rng.random() < 0.3 else " "
     parts = text.split(apart)
     at, other = rng.integers(len(parts)), rng.integers(len(parts))
@@ -88,7 +88,7 @@ def _text(text: str, rng: Random) -> str:
 
 
 def _shaped(array: NDArray[Any], rng: Random) -> NDArray[Any]:
-    """The numbers again and again, or cut off, in another shape: each size as large as fits."""
+    """Return the numbers repeated or cut off, in a shape whose sizes are as large as fits."""
     shape, kind = list(array.shape), rng.random()
     if kind < 0.15 and shape:
         del shape[rng.integers(len(shape))]
@@ -115,7 +115,7 @@ def _shaped(array: NDArray[Any], rng: Random) -> NDArray[Any]:
 
 
 def _filled(array: NDArray[Any], rng: Random) -> NDArray[Any]:
-    """Some of the numbers, or all, are what nobody would write."""
+    """Return the numbers with some, or all, replaced by what nobody would write."""
     if not array.size:
         return array
     chosen = rng.random(array.shape) < rng.choice([0.05, 0.5, 1.0])

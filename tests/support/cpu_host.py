@@ -144,7 +144,7 @@ def replay(command: Sequence[str | Path], cases: Sequence[Case], isa: str = "") 
 def differences(
     cases: Sequence[Case], one: Sequence[Outcome], other: Sequence[Outcome]
 ) -> list[Case]:
-    """The cases whose outcomes are not the same to the bit."""
+    """Return the cases whose outcomes are not the same to the bit."""
     return [case for case, a, b in zip(cases, one, other, strict=True) if not _same(a, b)]
 
 

@@ -111,7 +111,7 @@ def random_weight(
 
 
 def attended(given: Mapping[str, NDArray[Any]], scale: float, latent: int) -> NDArray[np.float32]:
-    """What each token says, by itself, of the rows that it sees."""
+    """Return what each token says, by itself, of the rows that it sees."""
     B, H, T, _ = given["q"].shape
     y = np.empty((B, H, T, latent), np.float32)
     for b in range(B):

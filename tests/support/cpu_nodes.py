@@ -22,14 +22,14 @@ TOKENS, RUNS = 12, 3
 def calls(
     engine: Path, prompt: list[int], patch: pytest.MonkeyPatch, *, chains: bool
 ) -> list[Case]:
-    """The calls of a text's first runs of each program; the engine's graphs are written anew.
+    """Return the calls of each program's first runs; the engine's graphs are written anew.
 
     chains: as they are; otherwise each of their steps is a call.
     """
     heard: list[Case] = []
 
     class Listening(programs.OnnxPrograms):
-        """Runs graphs that return what their nodes of ours read and write."""
+        """A backend whose graphs return what their nodes of ours read and write."""
 
         def __init__(self, *given: Any) -> None:
             self._graphs: dict[str, onnx.ModelProto] = {}
@@ -75,7 +75,7 @@ def calls(
 
 
 def _names(graph: onnx.GraphProto) -> list[str]:
-    """What nodes of ours read and write, without weights."""
+    """Return what nodes of ours read and write, without weights."""
     weights = {each.name for each in graph.initializer}
     nodes = [node for node in graph.node if node.domain == DOMAIN]
     both = [name for node in nodes for name in (*node.input, *node.output)]
@@ -89,7 +89,7 @@ def _listen(graph: onnx.GraphProto) -> None:
 
 
 def _case(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> Case:
-    """A copy: caches are written over by the next run."""
+    """Return a copy: caches are written over by the next run."""
 
     def value(name: str) -> NDArray[Any] | None:
         return np.array(values[name]) if name else None

@@ -67,7 +67,7 @@ class Compiled:
 
 
 def count_calls(wrapper: str, into: Compiled) -> None:
-    """Counts launches and operators in a program's C++, which has no branches and no loops."""
+    """Count launches and operators in a program's C++, which has no branches and no loops."""
     body = wrapper[wrapper.index("::run_impl(") :]
     kernels = re.findall(r"^\s*call_(\w+)\(", body, re.M)
     into.kernels = dict(Counter(re.sub(r"_\d+$", "", kernel) for kernel in kernels))
@@ -76,7 +76,7 @@ def count_calls(wrapper: str, into: Compiled) -> None:
 
 
 def read_package(path: Path, into: Compiled, scratch: Path) -> None:
-    """Reads a .pt2 file: its kernels' architectures, and its library's dependencies."""
+    """Read a .pt2 file: its kernels' architectures, and its library's dependencies."""
     with zipfile.ZipFile(path) as package:
         names = package.namelist()
         cubins = [package.read(name) for name in names if name.endswith(".cubin")]
@@ -101,7 +101,7 @@ def architecture(cubin: bytes) -> str:
 
 
 def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields programs with their plans."""
+    """Yield programs with their plans."""
 
     from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
     from mtpbuild.builder.models.common.weight import Share
@@ -138,7 +138,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
             whole = replace(whole, config=choosing(whole.config))
 
     def with_layers(dense: int, moe: int) -> Any:
-        """Keeps so many layers, and the module behind them."""
+        """Keep so many layers, and the module behind them."""
         kinds = (False,) * dense + (True,) * (moe + 1)
         counts = {"num_hidden_layers": dense + moe, "moe_layers": kinds}
         if hasattr(whole.config, "indexers"):
@@ -164,7 +164,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def choosing(c: Any) -> Any:
-    """Returns DeepSeek-V3's configuration as V3.2's, with few rows for each token."""
+    """Return DeepSeek-V3's configuration as V3.2's, with few rows for each token."""
     from mtpbuild.builder.checkpoint.config import ModuleInputs
     from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 
@@ -174,7 +174,7 @@ def choosing(c: Any) -> Any:
 
 
 def engine(model: str, folder: Path, options: Any) -> list[Path]:
-    """Builds an engine of nextn 3; returns its programs."""
+    """Build an engine of nextn 3; return its programs."""
     from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.plan.request import BuildRequest
 

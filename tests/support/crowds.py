@@ -10,7 +10,7 @@ Text = list[tuple[int, float]]  # tokens with their log-probabilities
 
 
 class Case:
-    """Draws prompts, parameters, and where a request is cancelled; each has its number's seed.
+    """Random prompts, parameters, and where a request is cancelled; each has its number's seed.
 
     longest: tokens of an answer. beginning: what the prompt begins with.
     """

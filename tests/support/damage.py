@@ -39,7 +39,7 @@ def damage(folder: Path, data: st.DataObject) -> None:
 
 
 def edit_at_random(path: Path, data: st.DataObject) -> None:
-    """Changes, removes or adds one value anywhere in a JSON file."""
+    """Change, remove or add one value anywhere in a JSON file."""
     try:
         node = raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

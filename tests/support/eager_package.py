@@ -19,7 +19,7 @@ from tests.support.fakes import fake_manifest
 
 
 class EagerPackage:
-    """Runs a program eagerly and overwrites its state, as a compiled one does.
+    """A program that runs eagerly and overwrites its state, as a compiled one does.
 
     `slots` notes how many slots each run computed.
     """
@@ -42,7 +42,7 @@ class EagerPackage:
 
 
 def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
-    """Writes the manifest that a build for a GPU would write."""
+    """Write the manifest that a build for a GPU would write."""
     manifest = fake_manifest(
         nextn=plan.nextn,
         max_batch=plan.max_batch,

@@ -48,7 +48,7 @@ def lower(traced: "TracedProgram", weights: "Mapping[str, ByteRange]", folder: P
 
 
 class EagerPackage:
-    """Stands in for `Package`: runs a program and copies the new state over the old one."""
+    """A stand-in for `Package` that runs a program and copies the new state over the old one."""
 
     def __init__(
         self,
@@ -118,14 +118,14 @@ def load(
 
 @contextlib.contextmanager
 def target() -> Iterator[None]:
-    """Loads engines this way in this process, while the block runs."""
+    """Load engines this way in this process, while the block runs."""
     with registered("inductor", programs="tests.support.eager_ranks"):
         yield
 
 
 @contextlib.contextmanager
 def used() -> Iterator[pytest.MonkeyPatch]:
-    """Loads engines this way, also in the processes that this one starts, while the block runs."""
+    """Load engines this way, also in the processes that this one starts, while the block runs."""
     assert mtpbuild.plugins.rope
     with target(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_cuda, "visible_gpus", visible_gpus)
@@ -136,7 +136,7 @@ def used() -> Iterator[pytest.MonkeyPatch]:
 
 @contextlib.contextmanager
 def in_place_of_the_compiler() -> Iterator[None]:
-    """Builds and loads engines this way while the block runs."""
+    """Build and load engines this way while the block runs."""
     from tests.support.fake_target import in_place_of
 
     torch.set_num_threads(1)
@@ -147,7 +147,7 @@ def in_place_of_the_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_gpus() -> Iterator[None]:
-    """Does the same, and lets builds with --device cuda find a GPU."""
+    """Do the same, and let builds with --device cuda find a GPU."""
     from tests.support.fake_target import in_place_of
 
     with (

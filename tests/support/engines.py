@@ -11,7 +11,7 @@ EngineBuilder = Callable[..., Path]
 
 
 def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Returns the next `count` token ids of each prompt, not stopping at EOS."""
+    """Return the next `count` token ids of each prompt, not stopping at EOS."""
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         results = loaded.generate(prompts, params)
@@ -19,7 +19,7 @@ def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[
 
 
 def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) -> Manifest:
-    """Writes an engine directory whose programs are placeholders."""
+    """Write an engine directory whose programs are placeholders."""
     folder.mkdir()
     for name in ("prefill.onnx", "decode.onnx", "weights.safetensors"):
         (folder / name).write_bytes(name.encode() * 100)
@@ -35,7 +35,7 @@ def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) ->
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Writes engine.json, listing the files that are there."""
+    """Write engine.json, listing the files that are there."""
     files = {
         path.name: FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in sorted(folder.iterdir())

@@ -18,7 +18,7 @@ STREAM = 7
 
 
 class FakeCuda:
-    """Is one GPU with `free` bytes; `fail` maps a function's name to the error that it returns."""
+    """One GPU with `free` bytes; `fail` maps a function's name to the error that it returns."""
 
     cudaMemcpyKind = SimpleNamespace(  # noqa: N815  # CUDA's names
         cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
@@ -43,7 +43,7 @@ class FakeCuda:
         self.launches = 0
 
     def queue(self, work: Callable[[], object]) -> None:
-        """Runs a stream's work at once, or keeps it until the graph being captured is launched."""
+        """Run a stream's work at once, or keep it until the graph being captured is launched."""
         if self.captured is None:
             work()
         else:

@@ -22,7 +22,7 @@ Work = Callable[[], object]
 
 
 class FakeGpu:
-    """Does a GPU's work on the CPU, and counts what the host asked of it.
+    """A GPU whose work the CPU does; it counts what the host asked of it.
 
     `captures` and `replays` count graphs; `waits` counts how often the host waited.
 
@@ -74,7 +74,7 @@ class FakeGpu:
         self._add(partial(self._perform, work))
 
     def _perform(self, work: Work, graph: int | None = None) -> None:
-        """Does the work at once, or as the graph of that number."""
+        """Do the work at once, or as the graph of that number."""
         work()
 
     def aside(self, work: Work) -> None:
@@ -135,5 +135,5 @@ def torch_finds(gpus: int) -> Iterator[None]:
 
 
 def opened(programs: Mapping[str, Runner]) -> Opener:
-    """Returns an Opener of programs that are open already, on any device."""
+    """Return an Opener of programs that are open already, on any device."""
     return lambda device: programs.__getitem__

@@ -46,14 +46,14 @@ class LayerType(Enum):
 
 
 class Choice(Enum):
-    """Lists the modes of layers that our networks use."""
+    """The modes of layers that our networks use."""
 
     SUM, ELEMENT, ALL_REDUCE, LINEAR, MAX, MIN = range(6)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Holds an address and a size, as TensorRT's own do; the caller keeps the values."""
+    """An address and a size, as TensorRT's own do; the caller keeps the values."""
 
     dtype: DataType
     address: int
@@ -67,7 +67,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ref:
-    """Refers to a value of the network by its number."""
+    """A value of the network, by its number."""
 
     id: int
 
@@ -82,14 +82,14 @@ class ITensor:
 
 @dataclass(frozen=True)
 class Number:
-    """Is a size that is known only when the network runs, such as that of a prompt's chunk."""
+    """A size that is known only when the network runs, such as that of a prompt's chunk."""
 
     id: int
 
 
 @dataclass
 class ILayer:
-    """Is one layer: the function that it calls, its operands and its outputs."""
+    """One layer: the function that it calls, its operands and its outputs."""
 
     type: LayerType
     function: str
@@ -124,7 +124,7 @@ class IConstantLayer(ILayer):
 
 @dataclass
 class Network:
-    """Grows by the calls that converters make."""
+    """A network that grows by the calls that converters make."""
 
     layers: list[ILayer] = field(default_factory=list)
     inputs: list[ITensor] = field(default_factory=list)
@@ -244,7 +244,7 @@ class Network:
     def add_torch(
         self, function: str, args: Any, kwargs: Any, like: Any, kind: LayerType = LayerType.OTHER
     ) -> Any:
-        """Adds a PyTorch operator, which is not TensorRT's; its results are `like` these."""
+        """Add a PyTorch operator, which is not TensorRT's; its results are `like` these."""
         outputs = tree_map(self._like, like)
         every = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         self.layers.append(ILayer(kind, function, args, kwargs, every))
@@ -276,7 +276,7 @@ class Network:
 
 @dataclass
 class Compiled:
-    """Is a network that can be run and stored: calls by name, values by number."""
+    """A network that can be run and stored: calls by name, values by number."""
 
     inputs: dict[str, tuple[int, DataType, tuple[int, ...]]]
     outputs: dict[str, tuple[int, DataType, tuple[int, ...]]]
@@ -358,12 +358,12 @@ def compiled(network: Network, strip: bool) -> Compiled:
 
 
 def _whole(result: Any) -> Any:
-    """Makes a tensor contiguous, as a TensorRT tensor has no strides."""
+    """Make a tensor contiguous, as a TensorRT tensor has no strides."""
     return result.contiguous() if isinstance(result, Tensor) else result
 
 
 def _stored(value: Any) -> Any:
-    """Replaces the network's values in operands by their numbers."""
+    """Replace the network's values in operands by their numbers."""
     if isinstance(value, ITensor | Number):
         return Ref(value.id)
     if isinstance(value, dict):
@@ -376,7 +376,7 @@ def _stored(value: Any) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """Returns an operator by its name; raises KeyError for an unknown one."""
+    """Return an operator by its name; raise KeyError for an unknown one."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function._schema.name}.{function._schema.overload_name}"
     if function in NUMBERS.values():

@@ -40,7 +40,7 @@ def two_bytes(traced: TracedProgram, weights: Any, folder: Path) -> str:
 
 
 def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
-    """Makes a target like the real one, except for some methods, which are given without `self`.
+    """Make a target like the real one, except for some methods, which are given without `self`.
 
     It has the real one's module, as fingerprints have the code of that.
     """
@@ -52,7 +52,7 @@ def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
 
 @contextlib.contextmanager
 def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
-    """Puts into the registry a target like the one of that name, except for some methods."""
+    """Put into the registry a target like the one of that name, except for some methods."""
     with registered(name, builder=fake_target(load_target(name), **replaced)):
         yield
 
@@ -60,7 +60,7 @@ def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
 def quick_target(
     name: str, **replaced: Callable[..., Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Puts a target in place whose programs are neither traced nor compiled.
+    """Put a target in place whose programs are neither traced nor compiled.
 
     A build takes milliseconds, and everything around the compiler is real.
     """

@@ -50,7 +50,7 @@ class Strategy(IntEnum):
 
 @dataclass
 class Weights:
-    """Holds an address and a size, for weights of a type that NumPy does not have."""
+    """An address and a size, for weights of a type that NumPy does not have."""
 
     dtype: str
     address: int
@@ -183,7 +183,7 @@ def _sorts_more(graph: Any, node: Any, most: int) -> bool:
 
 
 class Engine:
-    """Is one program; `inputs` and `outputs` have the types and shapes of its tensors."""
+    """One program; `inputs` and `outputs` have the types and shapes of its tensors."""
 
     inputs: dict[str, tuple[Any, tuple[int, ...]]]
     outputs: dict[str, tuple[Any, tuple[int, ...]]]
@@ -231,12 +231,12 @@ class Engine:
         return self.aliases.get(name)
 
     def run(self, feed: Arrays) -> list[np.ndarray[Any, Any]]:
-        """Runs the program; returns the outputs in their order."""
+        """Run the program; return the outputs in their order."""
         results: list[np.ndarray[Any, Any]] = self.session.run(None, feed)
         return results
 
     def host_dtype(self, name: str) -> np.dtype[Any]:
-        """Returns the NumPy type that holds a tensor in memory."""
+        """Return the NumPy type that holds a tensor in memory."""
         return np.dtype(self.get_tensor_dtype(name))
 
     def create_execution_context(self, strategy: Strategy) -> "Context":
@@ -265,7 +265,7 @@ class Runtime:
 
 
 def without_weights(data: bytes) -> tuple[bytes, Arrays]:
-    """Splits an engine into the remains after `--strip-weights` and the floats that it removes."""
+    """Split an engine into the remains after `--strip-weights` and the floats that it removes."""
     header, _, graph = data.partition(b"\n")
     model = onnx.load_from_string(graph)
     floats = [i for i in model.graph.initializer if i.data_type == onnx.TensorProto.FLOAT]
@@ -362,7 +362,7 @@ class Context:
 
 
 class FakeTensorRt:
-    """Stands in for the module: contexts run on `gpu`; `flags` are those of the last build."""
+    """A stand-in for the module: contexts run on `gpu`; `flags` are those of the last build."""
 
     ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
     NetworkDefinitionCreationFlag = Flag

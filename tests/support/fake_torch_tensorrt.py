@@ -89,7 +89,7 @@ class Builder(fake_tensorrt.Builder):
 
 
 class Engine(fake_tensorrt.Engine):
-    """Is a list of PyTorch calls, where TensorRT has kernels."""
+    """A list of PyTorch calls, where TensorRT has kernels."""
 
     def _open(self, stored: bytes) -> None:
         self.done: Compiled = torch.load(io.BytesIO(stored), weights_only=False)
@@ -122,7 +122,7 @@ class Engine(fake_tensorrt.Engine):
 
 
 class RankContext(Context):
-    """Is a context whose engine's collectives run in a given communicator."""
+    """A context whose engine's collectives run in a given communicator."""
 
     total: Sum | None = None
 
@@ -164,7 +164,7 @@ class Refitter(fake_tensorrt.Refitter):
 
 
 class FakeDataCentre(fake_tensorrt.FakeTensorRt):
-    """Stands in for `tensorrt`; `networks` are the compiled ones."""
+    """A stand-in for `tensorrt`; `networks` are the compiled ones."""
 
     ITensor, IConstantLayer, Weights, LayerType = ITensor, IConstantLayer, Weights, LayerType
     DataType: Any = DataType
@@ -183,14 +183,14 @@ class FakeDataCentre(fake_tensorrt.FakeTensorRt):
 
     @staticmethod
     def nptype(dtype: Any) -> Any:
-        """Returns NumPy's type, where it has one."""
+        """Return NumPy's type, where it has one."""
         if dtype not in NUMPY:
             raise TypeError(f"NumPy has no {dtype.name}")
         return NUMPY[dtype]
 
 
 class FakeNccl:
-    """Is NCCL's library over gloo: it sums by a communicator's handle."""
+    """NCCL's library over gloo: it sums by a communicator's handle."""
 
     def __init__(self) -> None:
         self.sums: dict[int, Sum] = {}
@@ -222,7 +222,7 @@ class FakeNccl:
         return 0
 
     def _sum(self, group: Any, what: str, x: Tensor) -> Tensor:
-        """Adds up all ranks' terms, if all are at the same place of the same program."""
+        """Add up all ranks' terms, if all are at the same place of the same program."""
         own = f"{what}: {x.dtype} {[*x.shape]}"
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(own.encode()).digest()), dtype=torch.uint8
@@ -253,7 +253,7 @@ PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.facets.items() if fi
 
 
 class TRTInterpreter(Interpreter):
-    """Stands in for Torch-TensorRT's: each operator becomes layers, by a converter or as it is."""
+    """A stand-in for Torch-TensorRT's: each operator becomes layers, by a converter or as it is."""
 
     trt: FakeDataCentre
     converters: dict[Any, Callable[..., Any]]
@@ -318,7 +318,7 @@ def _flat(values: Any) -> list[Any]:
 
 
 def freeze(ctx: Any, value: Any, name: str, *others: Any) -> Any:
-    """Makes a weight a constant of the network."""
+    """Make a weight a constant of the network."""
     if not isinstance(value, Tensor):
         return value
     if value.dtype == torch.uint8:  # a plugin reads them as bytes
@@ -349,7 +349,7 @@ def fuse(module: GraphModule, settings: Any) -> GraphModule:
 
 
 class Input:
-    """Is one network input, of a fixed shape or of a range of shapes."""
+    """One network input, of a fixed shape or of a range of shapes."""
 
     def __init__(self, dtype: torch.dtype, shape: Any = None, **shapes: tuple[int, ...]) -> None:
         self.dtype = dtype
@@ -358,7 +358,7 @@ class Input:
 
 
 def modules(trt: FakeDataCentre) -> dict[str, Any]:
-    """Returns the modules by name, for `importing`."""
+    """Return the modules by name, for `importing`."""
     converters = dict[Any, Callable[..., Any]]()
 
     def dynamo_tensorrt_converter(op: Any, **how: Any) -> Any:

@@ -44,7 +44,7 @@ def fake_manifest(
     ranks: int = 1,
     width: int = 0,
 ) -> Manifest:
-    """Makes a manifest; `ranks` counts the ranks that have requests of their own.
+    """Make a manifest; `ranks` counts the ranks that have requests of their own.
 
     width: of the only cache's rows; 0: there is none.
     """
@@ -91,12 +91,12 @@ def mixed(history: Sequence[int]) -> int:
 
 
 def scripted(prompt_length: int, tokens: Sequence[int]) -> NextToken:
-    """Makes a NextToken that repeats `tokens` after any prompt of that length."""
+    """Make a NextToken that repeats `tokens` after any prompt of that length."""
     return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
 
 
 def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixed) -> list[int]:
-    """Returns the tokens of plain decoding, one token at a time."""
+    """Return the tokens of plain decoding, one token at a time."""
     history = list(prompt)
     for _ in range(count):
         history.append(next_token(history))
@@ -260,7 +260,7 @@ class FakePrograms:
 
 
 class LaggingPrograms(FakePrograms):
-    """Acts like a device: a step changes the slots at its launch; its tokens can be read later.
+    """Programs like a device's: a step changes slots at its launch; its tokens can be read later.
 
     The newest two launched steps can be read, in order; the arrays of older ones hold garbage.
     `most_unread` is the largest number of unread steps; reading a step raises `fail_landing`.

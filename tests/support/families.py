@@ -138,7 +138,7 @@ WITH_MODULES = [name for name, config in FAMILIES.items() if modules_of(config)]
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
-    """Makes a plain model in which a token is mostly followed by its fixed permutation.
+    """Make a plain model in which a token is mostly followed by its fixed permutation.
 
     Trunk and modules both know it, so natural drafts are accepted often, but not always.
     """
@@ -186,5 +186,5 @@ def config_of(name: str, **overrides: Any) -> dict[str, Any]:
 
 
 def save_family(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
-    """Writes a checkpoint as the family's repositories have it."""
+    """Write a checkpoint as the family's repositories have it."""
     return write_checkpoint(folder, config_of(name, **overrides), model)

@@ -145,7 +145,7 @@ def check_programs(
     count: int = 10,
     every: bool = True,
 ) -> None:
-    """Checks one engine's programs (O3, O6), request after request: stale state must not matter.
+    """Check one engine's programs (O3, O6), request after request: stale state must not matter.
 
     lengths: of the prompts, by default some around a chunk's border; count: of steps. every:
     whether each number of accepted tokens and each number of drafts must occur.
@@ -166,6 +166,6 @@ def check_programs(
 
 
 def matching(drafts: list[int], truth: list[int]) -> int:
-    """Returns the length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     pairs = list(zip(drafts, truth, strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

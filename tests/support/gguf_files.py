@@ -60,7 +60,7 @@ def modules_of(c: dict[str, Any]) -> int:
 
 
 def converted(c: dict[str, Any], names: set[str], read: Read) -> Iterator[tuple[str, Array]]:
-    """Yields all tensors as a converter gives them; names: of the checkpoint's tensors."""
+    """Yield all tensors as a converter gives them; name: of the checkpoint's tensors."""
     arch, layers = ARCHITECTURES[c["model_type"]], c["num_hidden_layers"]
     one = 1 if arch in HYBRID else 0
     yield "token_embd.weight", read("model.embed_tokens.weight")
@@ -84,7 +84,7 @@ def converted(c: dict[str, Any], names: set[str], read: Read) -> Iterator[tuple[
 def layer(
     c: dict[str, Any], arch: str, own: dict[str, str], read: Read
 ) -> Iterator[tuple[str, Array]]:
-    """Yields a layer's tensors; own: its names in the layer -> in the checkpoint."""
+    """Yield a layer's tensors; own: its names in the layer -> in the checkpoint."""
     one, next_norm = np.float32(arch in HYBRID), "ffn_norm"
     if arch in {*HYBRID, "glm4moe"}:
         next_norm = "post_attention_norm"
@@ -128,7 +128,7 @@ def layer(
 
 
 def delta_rule(c: dict[str, Any], arch: str, read: Read) -> Iterator[tuple[str, Array]]:
-    """Yields a delta rule's tensors; only Qwen3.5's value heads are tiled."""
+    """Yield a delta rule's tensors; only Qwen3.5's value heads are tiled."""
     keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
     width, key_width, each = c["linear_value_head_dim"], c["linear_key_head_dim"], values // keys
 
@@ -240,7 +240,7 @@ def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[st
 
 
 def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns the trunk's tensors, and the head's with those that head files repeat."""
+    """Return the trunk's tensors, and the head's with those that head files repeat."""
     own = f"blk.{layers}."
     trunk = {name: value for name, value in tensors.items() if not name.startswith(own)}
     top = {name: value for name, value in tensors.items() if not name.startswith("blk.")}
@@ -248,7 +248,7 @@ def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array]
 
 
 def usual(main: Type) -> TypeOf:
-    """Returns the types of a file of type `main`: vectors, routers and convolutions in fp32."""
+    """Return the types of a file of type `main`: vectors, routers and convolutions in fp32."""
 
     def type_of(name: str, value: Array) -> Type:
         block, _ = gguf.GGML_QUANT_SIZES[main]
@@ -281,7 +281,7 @@ def write_gguf(
     *,
     more: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """Writes converted tensors; returns the path."""
+    """Write converted tensors; return the path."""
     path.parent.mkdir(exist_ok=True)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[c["model_type"]])
     write_keys(writer, c)
@@ -303,7 +303,7 @@ def write_gguf(
 
 
 def dequantised(path: Path) -> dict[str, Array]:
-    """Returns every tensor of a file as the package dequantises it."""
+    """Return every tensor of a file as the package dequantises it."""
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))
@@ -313,7 +313,7 @@ def dequantised(path: Path) -> dict[str, Array]:
 
 
 def write_wide(path: Path, kind: str) -> Path:
-    """Writes a random hybrid whose rows fill blocks of 256, in one type."""
+    """Write a random hybrid whose rows fill blocks of 256, in one type."""
     wide = {
         "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 8,
@@ -325,7 +325,7 @@ def write_wide(path: Path, kind: str) -> Path:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens and checks a file; it must have everything that its configuration wants."""
+    """Open and check a file; it must have everything that its configuration wants."""
     folder = find_model(str(path)).folder
     checkpoint = open_checkpoint(folder)
     checkpoint.check(checkpoint.settle(load_config(folder)))
@@ -333,7 +333,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def assert_equal_weights(path: Path, c: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Converting what the checkpoint reads gives what the package reads, to the bit."""
+    """Check that what the checkpoint reads, converted, is what the package reads, to the bit."""
     parts = ("weight_scale", "weight_minimum")
     names = {n for n in checkpoint.tensors if not n.endswith(parts)}
     found = dict(converted(c, names, lambda name: checkpoint.read(name).numpy()))

@@ -9,7 +9,7 @@ from mtpbuild.plugins.ptx import compile_launch
 
 
 def drive(launch: Launch, architecture: int) -> None:
-    """Fills the outputs with the PTX for `architecture`, which the driver compiles for its GPU."""
+    """Fill the outputs with the PTX for `architecture`, which the driver compiles for its GPU."""
     ptx = compile_launch(launch, architecture)
     torch.cuda.synchronize()  # makes PyTorch's context the current one
     cuda = ctypes.CDLL("libcuda.so.1")

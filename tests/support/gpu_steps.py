@@ -30,7 +30,7 @@ MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace
 
 
 def with_joined(reference: PlainDeepseek) -> DeepseekV3:
-    """Makes the program's model with shared experts in the stacks, through the weight table."""
+    """Make the program's model with shared experts in the stacks, through the weight table."""
     style = GraphStyle(for_gpu=True, pipeline=INDUCTOR_CUDA)
     table = choose_formats(family_table(reference.config), lambda stored: None, style)
     assert len(table.joined) == 2, "the layer with experts and the module"
@@ -42,7 +42,7 @@ def with_joined(reference: PlainDeepseek) -> DeepseekV3:
 
 
 def with_kernels(traced: TracedProgram) -> ExportedProgram:
-    """Returns the program as a GPU gets it, with tensors on the CPU."""
+    """Return the program as a GPU gets it, with tensors on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_graph, "DEVICE", "cpu")
         passes = [name for name in INDUCTOR_CUDA.lowered_passes if name.startswith("gpu_graph.")]
@@ -51,14 +51,14 @@ def with_kernels(traced: TracedProgram) -> ExportedProgram:
 
 
 def graph_of(traced: TracedProgram) -> Any:
-    """Returns the graph for a GPU, which overwrites its state."""
+    """Return the graph for a GPU, which overwrites its state."""
     return update_in_place(with_kernels(traced), traced)
 
 
 def check_step(
     graph: Any, model: CausalLM, plan: Plan, steps: int, idle: bool = True, rows: int = 5
 ) -> None:
-    """Checks tokens, caches and other state against the plain step; slot 1, if any, idles.
+    """Check tokens, caches and other state against the plain step; slot 1, if any, idles.
 
     idle: also compare the idle slot's results, which nobody reads. rows: committed at first.
     """
@@ -82,7 +82,7 @@ def check_step(
 
 
 def check_fused_step(slots: int) -> Any:
-    """Checks a step with all ops, of a model with both kinds of layers; returns its graph."""
+    """Check a step with all ops, of a model with both kinds of layers; return its graph."""
     reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
     plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU)
     graph = graph_of(trace(make_programs(plan, with_joined(reference))[1], plan))
@@ -91,7 +91,7 @@ def check_fused_step(slots: int) -> Any:
 
 
 def check_sparse_step(name: str, slots: int, nextn: int = 2) -> Any:
-    """Checks a step whose layers choose rows, of which there are four times as many."""
+    """Check a step whose layers choose rows, of which there are four times as many."""
     reference = make_family(name)
     plan = Plan(reference.config, nextn, "mtp-eagle", slots, 60, CHUNK, ON_GPU)
     graph = graph_of(trace(make_programs(plan, lower(reference))[1], plan))

@@ -33,7 +33,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def check_texts(engine: Path, reference: PlainDeepseek) -> None:
-    """Checks O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
+    """Check O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
     asked = prompts(140, 1, 6, 2, 11, 3)
     params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]
     params += [HOT, replace(HOT, temperature=1.3, top_k=9, max_tokens=30), replace(HOT, min_p=0.1)]
@@ -54,7 +54,7 @@ def controls(params: SamplingParams) -> StepControls:
 
 @contextlib.contextmanager
 def compiled_with(option: str, value: str) -> Iterator[None]:
-    """Gives AOTInductor another option in place of target inductor's own."""
+    """Give AOTInductor another option in place of target inductor's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lower_inductor.OPTIONS, option, value)
         yield

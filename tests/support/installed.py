@@ -13,7 +13,7 @@ RULES = {"typical": "tests.support.typical:TYPICAL", "thrifty": "tests.support.t
 
 @contextlib.contextmanager
 def installed(folder: Path, group: str, name: str, at: str) -> Iterator[Path]:
-    """Puts a folder on the path that says: entry point `name` of `group` is `at`."""
+    """Put a folder on the path that says: entry point `name` of `group` is `at`."""
     (info := folder / f"{name}-1.0.dist-info").mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {at}\n")
@@ -24,7 +24,7 @@ def installed(folder: Path, group: str, name: str, at: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def rules_installed(folder: Path) -> Iterator[Path]:
-    """Puts a folder on the path that has all of `RULES`."""
+    """Put a folder on the path that has all of `RULES`."""
     with contextlib.ExitStack() as stack:
         for name, at in RULES.items():
             stack.enter_context(installed(folder, "mtpbuild.acceptance_rules", name, at))
@@ -32,7 +32,7 @@ def rules_installed(folder: Path) -> Iterator[Path]:
 
 
 def mtpbuild(*arguments: object, path: tuple[Path, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    """Runs the command in a process of its own, with folders on its path."""
+    """Run the command in a process of its own, with folders on its path."""
     return subprocess.run(
         [sys.executable, "-m", "mtpbuild", *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))},

@@ -10,7 +10,7 @@ from mtpbuild.builder.cli import app
 
 
 def invoke(*args: object) -> tuple[int, str, str]:
-    """Runs a command; returns its exit code, standard output and standard error.
+    """Run a command; return its exit code, standard output and standard error.
 
     The lines on standard error that say at which stage it is are left out.
     """
@@ -20,7 +20,7 @@ def invoke(*args: object) -> tuple[int, str, str]:
 
 
 def refusal(*args: object, code: int = 2) -> str:
-    """Runs a command that must end with this code and one line; returns it without `error: `."""
+    """Run a command that must end with this code and one line; return it without `error: `."""
     found, out, err = invoke(*args)
     assert (found, out) == (code, ""), err
     assert err.startswith("error: ")
@@ -34,7 +34,7 @@ def without_stages(errors: str) -> str:
 
 
 def options(command: str) -> list[str]:
-    """Lists a command's flags, sorted."""
+    """List a command's flags, sorted."""
     group = typer.main.get_command(app)
     found: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
     names = [name for option in found for name in option.opts + option.secondary_opts]

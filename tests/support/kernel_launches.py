@@ -27,7 +27,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fp8(K: int, N: int, *stack: int) -> tuple[Any, ...]:
-    """Makes a weight [K, N] in the layout of matmul_scaled, or a stack of weights."""
+    """Make a weight [K, N] in the layout of matmul_scaled, or a stack of weights."""
     scales = empty(*stack, K // gcd(128, K), N)
     return empty(*stack, K, N, dtype=torch.uint8), scales, None
 
@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {"fp8": fp8, "nvfp4": nvfp4}
 
 @dataclass(frozen=True)
 class Shape:
-    """Holds the sizes of a model for which its kernels are compiled."""
+    """The sizes of a model for which its kernels are compiled."""
 
     batch: int
     tokens: int
@@ -71,7 +71,7 @@ SHAPES = {
 
 
 def launches(s: Shape) -> tuple[Launch, ...]:
-    """Yields every kernel's launch on meta tensors, one for each format of weights it takes."""
+    """Yield every kernel's launch on meta tensors, one for each format of weights it takes."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch

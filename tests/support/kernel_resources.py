@@ -31,7 +31,7 @@ PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")
 
 @dataclass(frozen=True)
 class Resources:
-    """Holds one launch's needs; `steps` counts instructions per iteration of its longest loop.
+    """One launch's needs; `steps` counts instructions per iteration of its longest loop.
 
     `per_byte` is all warps' instructions over the bytes of weights or cache that the iteration
     reads, or 0 without such a loop. `spills` counts loads and stores of the stack in any loop.
@@ -110,7 +110,7 @@ def _dump(what: str, file: Path) -> str:
 
 
 def _loops(sass: str) -> Iterator[list[str]]:
-    """Yields the opcodes of each loop, which lie between a backward branch and its target."""
+    """Yield the opcodes of each loop, which lie between a backward branch and its target."""
     found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", sass)
     at = {int(place, 16): i for i, (place, _) in enumerate(found)}
     for i, (place, text) in enumerate(found):
@@ -125,13 +125,13 @@ def _products(ops: Mapping[str, int]) -> int:
 
 
 def _iterations(loop: Mapping[str, int], ptx: str) -> int:
-    """Counts how often the assembler unrolled a loop, by its products: PTX has each only once."""
+    """Count how often the assembler unrolled a loop, by its products: PTX has each only once."""
     products = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
     return max(1, _products(loop) // max(1, products))
 
 
 def streamed_bytes(launch: Launch) -> int:
-    """Counts the bytes of weights, without scales, or of cache that an iteration reads, or 0."""
+    """Count the bytes of weights, without scales, or of cache that an iteration reads, or 0."""
     sizes = launch.constants
     named = dict(zip(launch.kernel.arg_names, launch.inputs, strict=False))
     if launch.kernel.__name__ == "mla_partial":
@@ -152,7 +152,7 @@ def _tensor(value: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds the sizes of one rank of a model."""
+    """The sizes of one rank of a model."""
 
     heads: int
     nope: int
@@ -175,7 +175,7 @@ MODELS = {  # of R1, one of eight ranks
 
 
 def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
-    """Yields the launches of a step with the tiles that are chosen for this GPU."""
+    """Yield the launches of a step with the tiles that are chosen for this GPU."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     shared = SHARED[architecture]
@@ -212,7 +212,7 @@ def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launch
 
 
 def _chosen(s: Sizes, dtype: torch.dtype, shared: int) -> Iterator[Launch]:
-    """Yields the launches of DeepSeek-V3.2's choice and attention, of a context of 160k."""
+    """Yield the launches of DeepSeek-V3.2's choice and attention, of a context of 160k."""
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
@@ -228,7 +228,7 @@ def _chosen(s: Sizes, dtype: torch.dtype, shared: int) -> Iterator[Launch]:
 
 
 def _around_attention(s: Sizes) -> Iterator[tuple[str, Launch]]:
-    """Yields the ops that read unquantised products, or parts of fp8 ones, and mla_values."""
+    """Yield the ops that read unquantised products, or parts of fp8 ones, and mla_values."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_heads.triton import mla_queries_launches, mla_values_launches
     from mtpbuild.plugins.mla_rows.triton import mla_rows_launches

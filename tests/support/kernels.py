@@ -50,14 +50,14 @@ def on(device: str, operands: Iterable[Any]) -> list[Any]:
 
 
 def check_close(got: Tensor, wanted: Tensor, wide: float, narrow: float) -> None:
-    """Checks a result to the tolerance of its type; `wanted` may be of a wider type."""
+    """Check a result to the tolerance of its type; `wanted` may be of a wider type."""
     tolerance = wide if got.dtype == torch.float32 else narrow
     torch.testing.assert_close(got.to(wanted.dtype).cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Holds the shapes of a call; the seed draws lengths, which include 0 and the capacity."""
+    """The shapes of a call; the seed draws lengths, which include 0 and the capacity."""
 
     batch: int
     heads: int
@@ -140,7 +140,7 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
 
 
 def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
-    """Checks logits of few levels: ties and right drafts are frequent. Returns the largest n."""
+    """Check logits of few levels: ties and right drafts are frequent. Return the largest n."""
     from mtpbuild.plugins.accept_rewind import triton as kernels
 
     g = torch.Generator().manual_seed(seed)
@@ -167,7 +167,7 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Holds operands of `accept_mixed`, by name."""
+    """Operands of `accept_mixed`, by name."""
 
     logits: Tensor
     window: Tensor
@@ -189,7 +189,7 @@ class Mixed:
 
 
 def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
-    """Makes the controls of strict greedy requests, without penalties, changed by `own`."""
+    """Make the controls of strict greedy requests, without penalties, changed by `own`."""
     return _asked(slots, GREEDY, CORE_CONTROLS, nextn) | own
 
 
@@ -259,7 +259,7 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
 
 
 def check_mixed(case: Mixed, device: str) -> Tensor:
-    """Checks every figure of the verdict; returns the reference's tokens."""
+    """Check every figure of the verdict; return the reference's tokens."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = accept_mixed_op(*case.operands)
@@ -272,7 +272,7 @@ def check_mixed(case: Mixed, device: str) -> Tensor:
 
 
 def check_rows_of_nan(vocab: int, device: str) -> None:
-    """Checks that a slot's NaN leave other slots alone, name a token, and show in its figures."""
+    """Check that a slot's NaN leave other slots alone, name a token, and show in its figures."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 
@@ -296,7 +296,7 @@ def check_rows_of_nan(vocab: int, device: str) -> None:
 
 
 def check_routes_of_nan(device: str) -> None:
-    """Checks that a token of NaN is sent to experts that there are, and no other one changes."""
+    """Check that a token of NaN is sent to experts that there are, and no other one changes."""
     from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
 
     for experts, groups, kept in ((12, 1, 1), (16, 1, 1), (12, 3, 2), (16, 4, 2)):
@@ -319,7 +319,7 @@ def check_routes_of_nan(device: str) -> None:
 
 
 def check_filters(case: Mixed, device: str) -> None:
-    """Checks the tokens that top-k, top-p and min-p leave, found without sorting."""
+    """Check the tokens that top-k, top-p and min-p leave, found without sorting."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = shaped_probs(case.logits, case.asked).flatten(0, 1)
@@ -337,7 +337,7 @@ def check_filters(case: Mixed, device: str) -> None:
 
 
 def check_flags(case: Mixed, device: str) -> None:
-    """Checks that verdicts don't change if bools are int32, as in TensorRT's plugins."""
+    """Check that verdicts don't change if bools are int32, as in TensorRT's plugins."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     flags = case.to(device).operands
@@ -351,7 +351,7 @@ def check_flags(case: Mixed, device: str) -> None:
 def check_shaped_probs(
     seed: int, vocab: int, tokens: int, device: str, coldest: float | None = None
 ) -> None:
-    """Checks that the kernel of `shaped_probs` keeps the same tokens and probabilities."""
+    """Check that the kernel of `shaped_probs` keeps the same tokens and probabilities."""
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
@@ -431,7 +431,7 @@ def check_moe(case: Experts, device: str) -> None:
 
 
 def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sums token by token and expert by expert, as the op's docstring defines it."""
+    """Sum token by token and expert by expert, as the op's docstring defines it."""
     y = torch.zeros_like(x)
     for n, k in itertools.product(*map(range, ids.shape)):
         if (expert := int(ids[n, k])) != NO_EXPERT:
@@ -442,7 +442,7 @@ def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
 
 @contextlib.contextmanager
 def uninitialised_memory_is_nan() -> Iterator[None]:
-    """Fills new memory with NaN, so that no test passes because an unwritten row holds zeros."""
+    """Fill new memory with NaN, so that no test passes because an unwritten row holds zeros."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -512,7 +512,7 @@ def check_product(case: Product, device: str) -> None:
 
 
 def check_wide_product(seed: int, device: str) -> None:
-    """Checks that a bf16 head's logits choose the same tokens as exact ones, without ties.
+    """Check that a bf16 head's logits choose the same tokens as exact ones, without ties.
 
     There are so many rows that some would tie if logits were rounded to bf16, and fail the check.
     """
@@ -543,7 +543,7 @@ def check_wide_product(seed: int, device: str) -> None:
 def check_scaled_moe(
     seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str, tokens: int = 5
 ) -> None:
-    """Checks experts whose two products are in the formats `forms`."""
+    """Check experts whose two products are in the formats `forms`."""
     from mtpbuild.plugins.moe.triton import moe_triton
 
     g = torch.Generator().manual_seed(seed)

@@ -48,7 +48,7 @@ class Live:
 
 @contextlib.contextmanager
 def live(engine: Engine | None, settings: ServerOptions | None = None) -> Iterator[Live]:
-    """Serves until the block ends; engine None means that it is still being loaded."""
+    """Serve until the block ends; engine None means that it is still being loaded."""
     service = Service(settings or ServerOptions())
     if engine is not None:
         service.start(engine)
@@ -84,7 +84,7 @@ def post(address: str, path: str, body: bytes | str, timeout: float = 30) -> tup
 
 
 def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    """Waits until a condition holds; fails if it takes too long."""
+    """Wait until a condition holds; fail if it takes too long."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it takes too long"
@@ -92,7 +92,7 @@ def until(condition: Callable[[], object], seconds: float = 10) -> None:
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
-    """Reads what `mtpbuild serve` says at its start; returns where it listens."""
+    """Read what `mtpbuild serve` says at its start; return where it listens."""
     assert process.stderr is not None
     said = []
     for line in process.stderr:

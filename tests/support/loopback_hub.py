@@ -25,7 +25,7 @@ RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Hosted:
-    """Is a repository of the hub."""
+    """A repository of the hub."""
 
     folder: Path
     revisions: tuple[str, ...] = ("main", "v1", COMMIT)
@@ -36,7 +36,7 @@ class Hosted:
 
 @dataclass(frozen=True)
 class Sent:
-    """Is an answer: its first byte, and the number of bytes sent."""
+    """An answer: its first byte, and the number of bytes sent."""
 
     file: str
     first: int
@@ -46,7 +46,7 @@ class Sent:
 
 @dataclass
 class LoopbackHub:
-    """Holds the hub's repositories, and logs its answers."""
+    """The hub's repositories, and logs its answers."""
 
     url: str = ""
     repositories: dict[str, Hosted] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class LoopbackHub:
         return {one.file for one in self.sent}
 
     def bytes_of(self, file: str) -> list[tuple[int, int]]:
-        """Returns the first byte and the number of bytes of each answer with that file."""
+        """Return the first byte and the number of bytes of each answer with that file."""
         return [(one.first, one.count) for one in self.sent if one.file == file]
 
 
 @contextmanager
 def serving() -> Iterator[LoopbackHub]:
-    """Serves a hub while the block runs."""
+    """Serve a hub while the block runs."""
     hub = LoopbackHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
@@ -97,7 +97,7 @@ def connect(patch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
 
 
 def environment(hub: LoopbackHub, home: Path) -> dict[str, str]:
-    """Returns the variables that let another process download from the hub."""
+    """Return the variables that let another process download from the hub."""
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
 
 
@@ -106,7 +106,7 @@ def sha256(path: Path) -> str:
 
 
 def is_large(path: Path) -> bool:
-    """Returns whether the hub keeps a file in Git LFS."""
+    """Return whether the hub keeps a file in Git LFS."""
     return path.suffix in (".safetensors", ".bin", ".gguf")
 
 
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, {})
 
     def find(self, name: str, revision: str) -> Hosted | None:
-        """Finds the repository, or answers with an error in the hub's words."""
+        """Find the repository, or answer with an error in the hub's words."""
         hosted = self.hub.repositories.get(name)
         if hosted is None or hosted.token not in (None, self.token()):
             self.answer(401, {"X-Error-Code": "RepoNotFound"})
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_file(path, commit | {"ETag": f'"{sha256(path)[:40]}"'})
 
     def send_file(self, path: Path, headers: dict[str, str] | None = None) -> None:
-        """Sends a file, or the requested range of it; some answers break off in the middle."""
+        """Send a file, or the requested range of it; some answers break off in the middle."""
         asked, data = self.headers.get("Range"), path.read_bytes()
         if asked and not asked.endswith("-"):
             return self.send_start(path.name, data, asked)
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer(206 if asked else 200, headers, body, len(data) - first)
 
     def send_start(self, name: str, data: bytes, asked: str) -> None:
-        """Sends the first bytes of a file, with which its header is read."""
+        """Send the first bytes of a file, with which its header is read."""
         last = min(int(asked.removeprefix("bytes=0-")), len(data) - 1)
         self.hub.peeked[name] = max(last + 1, self.hub.peeked.get(name, 0))
         ranges = {"Content-Range": f"bytes 0-{last}/{len(data)}"}
@@ -215,4 +215,4 @@ class _Handler(BaseHTTPRequestHandler):
         return bearer.removeprefix("Bearer ") if bearer else None
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing, because `asked` and `sent` are the log."""
+        """Print nothing, because `asked` and `sent` are the log."""

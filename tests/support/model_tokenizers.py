@@ -112,7 +112,7 @@ def gigachat() -> Files:
 
 
 def qwen3_5() -> Files:
-    """Does what `qwen` does; its template is a file of its own, and its calls are in tags."""
+    """Do what `qwen` does; its template is a file of its own, and its calls are in tags."""
     files = qwen("<tool_response>", "</tool_response>", "<|image_pad|>")
     config = dict(files["tokenizer_config.json"])
     del config["chat_template"]

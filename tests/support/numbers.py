@@ -13,14 +13,14 @@ from mtpbuild.runtime import Engine, SamplingParams
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:
-    """Rounds x as our kernels round inputs: to int8, with a scale for each block of 32."""
+    """Round x as our kernels round inputs: to int8, with a scale for each block of 32."""
     blocks = x.unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((blocks / scales).round() * scales).flatten(-2)
 
 
 def plain_with_rounding(folder: Path) -> PlainLM:
-    """Makes the dequantised model, which rounds the inputs of quantised products."""
+    """Make the dequantised model, which rounds the inputs of quantised products."""
     model, checkpoint = load_plain(folder), open_checkpoint(folder)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
@@ -29,14 +29,14 @@ def plain_with_rounding(folder: Path) -> PlainLM:
 
 
 def played(engine: Path, prompts: list[list[int]], count: int = 40) -> list[TimedAnswer]:
-    """Returns greedy texts with their log-probabilities."""
+    """Return greedy texts with their log-probabilities."""
     params = [SamplingParams(max_tokens=count, ignore_eos=True, logprobs=1)] * len(prompts)
     with Engine.load(engine, threads=1, prefix_cache=False) as loaded:
         return run_prompts(loaded, prompts, params)
 
 
 def check_rounded(plain: PlainLM, prompts: list[list[int]], said: list[TimedAnswer]) -> None:
-    """Checks that texts are the plain model's but for rounding, and that some drafts are kept."""
+    """Check that texts are the plain model's but for rounding, and that some drafts are kept."""
     found = judge_texts(plain, prompts, said, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1

@@ -44,7 +44,7 @@ MISTAKES = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Is what all ranks see: a piece for each, which begins at any number of calls."""
+    """What all ranks see: a piece for each, which begins at any number of calls."""
 
     addresses: tuple[int, ...]
     kept: tuple[Any, ...]
@@ -64,14 +64,14 @@ class Memory:
 
 
 def given(rank: int, call: int) -> Tensor:
-    """Returns what a rank sums in a call: sizes and types change, so that programs come and go."""
+    """Return what a rank sums in a call: sizes and types change, so that programs come and go."""
     g = torch.Generator().manual_seed(1000 * call + rank)
     size, dtype = SIZES[call % len(SIZES)], DTYPES[call // len(SIZES) % len(DTYPES)]
     return (torch.randn(size, generator=g) * 10 ** (call % 3)).to(dtype)
 
 
 def expected(ranks: int, call: int) -> Tensor:
-    """Adds in order, in fp32; the interpreter cuts numbers to bfloat16, where a GPU rounds."""
+    """Add in order, in fp32; the interpreter cuts numbers to bfloat16, where a GPU rounds."""
     total = torch.zeros(SIZES[call % len(SIZES)])
     for rank in range(ranks):
         total = total + given(rank, call).float()
@@ -81,7 +81,7 @@ def expected(ranks: int, call: int) -> Tensor:
 
 
 def module_with(mistake: str | None, folder: Path) -> Any:
-    """Imports the kernel's module as it is, or a copy with a mistake."""
+    """Import the kernel's module as it is, or a copy with a mistake."""
     if mistake is None:
         return correct
     text = Path(correct.__file__).read_text()
@@ -95,7 +95,7 @@ def module_with(mistake: str | None, folder: Path) -> Any:
 
 
 def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any) -> int:
-    """Makes all calls of a rank; returns how many were wrong."""
+    """Make all calls of a rank; return how many were wrong."""
     from triton.runtime import interpreter
 
     wrong, ranks, peers = 0, len(memory.addresses), memory.seen_by(rank)
@@ -114,7 +114,7 @@ def run_rank(rank: int, memory: Memory, calls: int, pause: float, launches: Any)
 
 
 def run(ranks: int, calls: int, mistake: str | None = None, begin: int = 0) -> list[int]:
-    """Returns how many calls each rank got wrong; begin: calls that were made before."""
+    """Return how many calls each rank got wrong; begin: calls that were made before."""
     memory, pause = Memory.of(ranks, begin), 0.05 if mistake else 0.002
     with tempfile.TemporaryDirectory() as folder:
         launches = module_with(mistake, Path(folder)).sum_of_ranks_launches
@@ -135,7 +135,7 @@ def freed(begin: int = 0) -> bool:
 
 
 def forked(ranks: int, work: Callable[[int], int]) -> list[int]:
-    """Does a rank's work in a process for each; returns what they got, up to 255."""
+    """Do a rank's work in a process for each; return what they got, up to 255."""
     children = []
     for rank in range(ranks):
         if not (child := os.fork()):

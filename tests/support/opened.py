@@ -31,7 +31,7 @@ def opened(
 def load_model(
     folder: Path, config: ModelConfig, dtype: FloatType = "float32", for_gpu: bool = False
 ) -> CausalLM:
-    """The program's model with all its weights; raises CheckpointError."""
+    """Return the program's model with all its weights; raise CheckpointError."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = family_of(config).make_model(config, ALONE)

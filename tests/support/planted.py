@@ -15,10 +15,10 @@ def wrap(patch: pytest.MonkeyPatch, owner: object, name: str, wrong: Callable[..
 
 
 def wrapped(owner: object, name: str, wrong: Callable[..., Any]) -> Patch:
-    """Makes the bug that `wrap` plants."""
+    """Make the bug that `wrap` plants."""
     return lambda patch: wrap(patch, owner, name, wrong)
 
 
 def replaced(owner: object, name: str, value: object) -> Patch:
-    """Makes a bug that puts something else in an attribute's place, even of a field."""
+    """Make a bug that puts something else in an attribute's place, even of a field."""
     return lambda patch: patch.setattr(owner, name, value, raising=False)

@@ -33,7 +33,7 @@ MISTAKES = {
 
 
 def checks(shared: int) -> Iterator[tuple[str, Check]]:
-    """Yields each check with its name; "R1" stands for the shapes of one rank of eight.
+    """Yield each check with its name; "R1" stands for the shapes of one rank of eight.
 
     shared: bytes of shared memory that a program may have.
     """
@@ -103,7 +103,7 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
 
 
 def plant(pattern: str, other: str, places: list[int], text: str) -> str:
-    """Replaces the pattern everywhere, and notes in how many places."""
+    """Replace the pattern everywhere, and note in how many places."""
     planted, count = re.subn(pattern, other, text)
     places.append(count)
     return planted

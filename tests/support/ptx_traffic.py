@@ -19,7 +19,7 @@ HEADER = "| case | kernel | target | wavefronts per KiB | of those allowed |\n" 
 
 
 def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
-    """Yields launches with values, and the bytes of weights or cache that each reads once."""
+    """Yield launches with values, and the bytes of weights or cache that each reads once."""
     import torch
 
     from mtpbuild.plugins.launch import cdiv

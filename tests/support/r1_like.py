@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {
 
 
 def r1_like(folder: Path) -> Path:
-    """Writes the checkpoint, whose drafts are often right."""
+    """Write the checkpoint, whose drafts are often right."""
     model = make_predictable(**SHAPE)
     with torch.no_grad():
         for name, weight in model.named_parameters():

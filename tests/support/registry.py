@@ -15,7 +15,7 @@ _makers: list[Callable[[Manifest], Programs]] = []
 
 @contextlib.contextmanager
 def registered(name: str, **fields: Any) -> Iterator[None]:
-    """Changes these fields of a target's record while the block runs."""
+    """Change these fields of a target's record while the block runs."""
     before = find_target(name)
     register(replace(before, **fields))
     try:
@@ -26,7 +26,7 @@ def registered(name: str, **fields: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def programs_by(make: Callable[[Manifest], Programs]) -> Iterator[None]:
-    """Loads engines of target onnxruntime, fake ones too, with the programs that `make` makes."""
+    """Load engines of target onnxruntime, fake ones too, with the programs that `make` makes."""
     _makers.append(make)
     try:
         with registered("onnxruntime", programs=__name__):

@@ -20,7 +20,7 @@ OWN = {field.name for field in fields(BuildRequest)}
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[BuildRequest]]:
-    """Keeps the command from downloading and building; collects the requests for builds."""
+    """Keep the command from downloading and building; collect the requests for builds."""
     seen = list[BuildRequest]()
 
     def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
@@ -34,7 +34,7 @@ def noted() -> Iterator[list[BuildRequest]]:
 
 
 def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
-    """Returns the request with other flags; flags that are not its fields are target options."""
+    """Return the request with other flags; flags that are not its fields are target options."""
     ranks = {name: value for name, value in flags.items() if name in RANKS}
     if "weights" in flags:
         flags["scheme"] = build_scheme(flags.pop("weights"), flags.pop("head_weights", None))
@@ -51,5 +51,5 @@ def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
 def build_request(
     model: object, nextn: tuple[Any, ...] | None = None, **flags: Any
 ) -> BuildRequest:
-    """Makes a request for a model, which is a folder or a recipe's name."""
+    """Make a request for a model, which is a folder or a recipe's name."""
     return altered(BuildRequest(str(model), nextn), **flags)

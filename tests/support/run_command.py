@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
 
 
 class TerminalRunner(CliRunner):
-    """Lets a command read from a terminal, where the usual runner's standard input is a file."""
+    """A runner whose command reads from a terminal; the usual runner's input is a file."""
 
     @contextlib.contextmanager
     def isolation(self, *args: Any, **options: Any) -> Iterator[Any]:
@@ -35,19 +35,19 @@ class TerminalRunner(CliRunner):
 
 
 def call(*args: object, input: str | bytes | None = None) -> Result:
-    """Runs a command; `input` is piped in."""
+    """Run a command; `input` is piped in."""
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
 def type_in(lines: Sequence[str], *args: object) -> Result:
-    """Runs a command on a terminal; types these lines, each with Enter, then Ctrl-D."""
+    """Run a command on a terminal; type these lines, each with Enter, then Ctrl-D."""
     with typed("".join(f"{line}{ENTER}" for line in lines) + CTRL_D):
         return TerminalRunner().invoke(app, [str(arg) for arg in args])
 
 
 @contextlib.contextmanager
 def typed(keys: str) -> Iterator[None]:
-    """Gives prompts within the block these keys, a screen that nobody sees, and no history."""
+    """Give prompts within the block these keys, a screen that nobody sees, and no history."""
     with (
         tempfile.TemporaryDirectory() as state,
         mock.patch.dict(os.environ, XDG_STATE_HOME=state),

@@ -83,7 +83,7 @@ def fails(response: httpx2.Response, status: int, says: str, param: str | None =
 def saying(
     text: str, template: str = TEMPLATE, backend: tokenizers.Tokenizer | None = None
 ) -> dict[str, Any]:
-    """An engine whose answer to HELLO is this text, over and over."""
+    """Return an engine whose answer to HELLO is this text, over and over."""
     tokenizer = Tokenizer(
         backend or backend_tokenizer(),
         chat_template=ChatTemplates({"default": TemplateText("x", template)}, {"bos_token": "<s>"}),

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Choice:
-    """Holds the sizes of a call of `choose_rows`, and how its operands are drawn (`operands`)."""
+    """The sizes of a call of `choose_rows`, and how its operands are drawn (`operands`)."""
 
     slots: int
     tokens: int
@@ -36,7 +36,7 @@ class Choice:
 
 
 def check_choice(case: Choice, device: str) -> Tensor:
-    """Checks every position; rows that nobody sees are NaN. Returns the kernels' choice."""
+    """Check every position; rows that nobody sees are NaN. Return the kernels' choice."""
     from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
     shape = case.slots, case.tokens, case.rows, case.fresh
@@ -54,7 +54,7 @@ def check_choice(case: Choice, device: str) -> Tensor:
 
 
 def check_nan(device: str) -> None:
-    """A score that is no number is the last that is chosen, and never in a finite one's place."""
+    """Check that a score that is no number is chosen last, never in a finite one's place."""
     from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
     given = operands(0, 1, 1, 20, 1, levels=1)  # all zeros: everything ties
@@ -67,7 +67,7 @@ def check_nan(device: str) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Holds the sizes of a call of `mla_attention` to `count` chosen rows, which are wider."""
+    """The sizes of a call of `mla_attention` to `count` chosen rows, which are wider."""
 
     slots: int
     heads: int
@@ -84,7 +84,7 @@ class Chosen:
 
 
 def check_chosen(case: Chosen, device: str) -> None:
-    """Checks attention to positions anywhere; rows that are not chosen are NaN."""
+    """Check attention to positions anywhere; rows that are not chosen are NaN."""
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 
     g = torch.Generator().manual_seed(case.seed)
@@ -116,7 +116,7 @@ def check_chosen(case: Chosen, device: str) -> None:
 
 
 def check_idle(device: str) -> None:
-    """A slot that idles may be given another pass's positions: its result is finite."""
+    """Check a slot that idles, with another pass's positions: its result is finite."""
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 
     q, cache, fresh = torch.randn(2, 3, 1, 24), torch.randn(2, 1, 30, 32), torch.randn(2, 1, 2, 32)

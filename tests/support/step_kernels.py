@@ -30,7 +30,7 @@ from tests.support.kernels import (
 
 @dataclass(frozen=True)
 class Latents:
-    """Holds the shapes of one layer's attention; the seed draws everything else."""
+    """The shapes of one layer's attention; the seed draws everything else."""
 
     slots: int
     tokens: int
@@ -63,7 +63,7 @@ def latents(draw: Draw) -> Latents:
 
 
 def check_latents(case: Latents, device: str) -> None:
-    """Checks norms, rotation, cache rows, queries and values of a layer."""
+    """Check norms, rotation, cache rows, queries and values of a layer."""
     from mtpbuild.plugins.mla_heads.triton import mla_queries_triton, mla_values_triton
     from mtpbuild.plugins.mla_rows.triton import (
         mla_rows_into,
@@ -124,7 +124,7 @@ def in_parts(g: torch.Generator, x: Tensor) -> Tensor:
 
 
 def check_places(seed: int, device: str) -> None:
-    """Checks tokens' places: idle slots, drafts after the newest token, scaled angles."""
+    """Check tokens' places: idle slots, drafts after the newest token, scaled angles."""
     from mtpbuild.plugins.rotary_rows.triton import rotary_rows_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -146,7 +146,7 @@ def check_places(seed: int, device: str) -> None:
 
 
 def check_shared_routes(seed: int, device: str) -> None:
-    """Checks that the shared experts follow the chosen ones and weigh 1."""
+    """Check that the shared experts follow the chosen ones and weigh 1."""
     from mtpbuild.plugins.moe.triton import moe_route_triton
 
     g = torch.Generator().manual_seed(seed)

@@ -33,7 +33,7 @@ def check_family(
     bug: Callable[[CausalLM], None] = lambda model: None,
     accepts_all: bool = True,
 ) -> None:
-    """Checks a family's step program against its plain model; bug: a change of the program."""
+    """Check a family's step program against its plain model; bug: a change of the program."""
     model = lower(reference)
     bug(model)
     check_steps(
@@ -48,7 +48,7 @@ def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bo
 
 
 def check_steps(plan: Plan, model: CausalLM, reference: PlainLM, accepts_all: bool = True) -> None:
-    """Checks prompts of each length around a chunk's border; every n and num_drafts must occur."""
+    """Check prompts of each length around a chunk's border; every n and num_drafts must occur."""
     torch.set_num_threads(1)
     nextn, rng, seen = plan.nextn, np.random.default_rng(plan.nextn), Seen()
     for length in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 11) * (1 + nextn // 5):
@@ -65,7 +65,7 @@ def check_steps(plan: Plan, model: CausalLM, reference: PlainLM, accepts_all: bo
 
 
 def check_state(programs: EagerPrograms, reference: PlainLM, tokens: list[int]) -> None:
-    """Checks O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
+    """Check O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
     recurrent = [spec for spec in state_specs(plan) if spec.role == "recurrent"]
     # A delta rule's norm may divide by nearly nothing: for token 51 of "qwen3.5" alone the plain
@@ -91,7 +91,7 @@ def check_state(programs: EagerPrograms, reference: PlainLM, tokens: list[int]) 
 
 
 def begin(plan: Plan, rows: int = 5) -> dict[str, Tensor]:
-    """Makes a state with so many committed rows in each slot, a newest token, and no drafts."""
+    """Make a state with so many committed rows in each slot, a newest token, and no drafts."""
     torch.manual_seed(2)
     state = {}
     for spec in state_specs(plan):

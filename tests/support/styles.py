@@ -9,7 +9,7 @@ from mtpbuild.builder.targets import load_target
 
 
 def style_of(name: str, **options: Any) -> GraphStyle:
-    """Returns the style in which a target traces a small model, given its options as flags."""
+    """Return the style in which a target traces a small model, given its options as flags."""
     target, recipe = load_target(name), find_recipe("deepseek-tiny")
     assert recipe is not None
     return target.style(target.Options(**options), load_config(recipe.config_folder))

@@ -24,12 +24,12 @@ class QuickPluginCreationRequest(Enum):
 
 
 class Bare:
-    """Stands in for a class that only holds attributes."""
+    """A stand-in for a class that only holds attributes."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """Stands in for IDimensionExpr: our sizes are constants."""
+    """A stand-in for IDimensionExpr: our sizes are constants."""
 
     value: int
 
@@ -41,7 +41,7 @@ class Number:
 
 
 class Numbers:
-    """Stands in for IExprBuilder."""
+    """A stand-in for IExprBuilder."""
 
     constant = Number
 
@@ -83,7 +83,7 @@ def install(trt: Any) -> list[dict[str, Any]]:
 
 
 def _read(trt: Any, network: Any, given: Any, dtype: Any, zeros: Any) -> Any:
-    """Adds the sum of a plugin's operand to its result, which so is no constant of the network.
+    """Add the sum of a plugin's operand to its result, which so is no constant of the network.
 
     With constants in their places TensorRT-RTX's compiler fails, as most of a step folds then.
     """
@@ -96,7 +96,7 @@ def _read(trt: Any, network: Any, given: Any, dtype: Any, zeros: Any) -> Any:
 
 
 def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
-    """Calls a plugin as TensorRT does while it builds an engine."""
+    """Call a plugin as TensorRT does while it builds an engine."""
     types = [tensor.dtype for tensor in inputs]
     assert trt.bool not in types, "TensorRT gives a plugin no BOOL"
     shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -134,7 +134,7 @@ def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
 
 
 class Sizes(dict[int, Any]):
-    """Stands in for ISymExprs."""
+    """A stand-in for ISymExprs."""
 
     nbSymExprs = 0  # noqa: N815  # TensorRT's name
 
@@ -151,7 +151,7 @@ def _desc(trt: Any, kind: Any, shape: tuple[int, ...]) -> Any:
 def _check(
     ptx: str, name: str, inputs: int, sizes: Sizes, outputs: int, numbers: dict[str, int]
 ) -> None:
-    """Checks that the kernel takes TensorRT's arguments and has the block that TensorRT starts."""
+    """Check that the kernel takes TensorRT's arguments and has the block that TensorRT starts."""
     entry = ptx.partition(f".visible .entry {name}(")[2].partition(")")[0]
     kinds = [line.split()[1] for line in entry.strip().split(",\n")]
     assert kinds == [".u64"] * inputs + [".u32"] * sizes.nbSymExprs + [".u64"] * outputs

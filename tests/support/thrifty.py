@@ -23,7 +23,7 @@ class Settings:
 
 
 def kept_mass(judged: Any) -> Any:
-    """The probability [B, K, V] with which each token is drafted and kept."""
+    """Return the probability [B, K, V] with which each token is drafted and kept."""
     K = judged.draft_probs.shape[1]
     share = judged.controls["thrifty_share"][:, None, None]
     return judged.draft_probs.minimum(share * judged.p[:, :K])

@@ -29,7 +29,7 @@ GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34
 
 
 def install() -> Any:
-    """Puts TensorRT-RTX in TensorRT's place and returns its module."""
+    """Put TensorRT-RTX in TensorRT's place and return its module."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
@@ -50,7 +50,7 @@ def install() -> Any:
 
 
 def listing(folder: Path) -> dict[str, Any]:
-    """Lists the programs of an MTP vanilla engine of two slots, whatever its module count.
+    """List the programs of an MTP vanilla engine of two slots, whatever its module count.
 
     Its caches are so long that the attention's kernel splits them among programs.
     """
@@ -129,7 +129,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
 
 def r1_listing(name: str) -> dict[str, Any]:
-    """Lists R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
+    """List R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
 
     The network is the same for all ranks, as its rank is a weight. Weights are zeros that take no
     memory, in those of the recipe's formats that the target keeps.
@@ -177,7 +177,7 @@ def r1_listing(name: str) -> dict[str, Any]:
 
 
 def quantised(trt: Any, network: Any) -> dict[str, int]:
-    """Counts the constants of quantised values and scales by their kind."""
+    """Count the constants of quantised values and scales by their kind."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     constants = (layer.get_output(0) for layer in layers if layer.type == trt.LayerType.CONSTANT)
     kinds = [f"{t.dtype.name} {list(t.shape)}" for t in constants if t.dtype in (trt.fp4, trt.fp8)]
@@ -185,7 +185,7 @@ def quantised(trt: Any, network: Any) -> dict[str, int]:
 
 
 def totals(trt: Any, network: Any) -> list[str]:
-    """Lists each all-reduce's operand and its number of ranks."""
+    """List each all-reduce's operand and its number of ranks."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     found = (layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE)
     return [f"{list(layer.get_input(0).shape)} of {layer.num_ranks} ranks" for layer in found]

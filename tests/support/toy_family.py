@@ -128,7 +128,7 @@ def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
 
 
 def cache_widths(c: ToyConfig, ranks: Ranks) -> list[int]:
-    """Returns the width of each layer's cache rows: keys and values, which ranks split by heads."""
+    """Return the width of each layer's cache rows: keys and values, which ranks split by heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
@@ -153,7 +153,7 @@ class PlainNorm(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """Is a decoder layer, with a module's additions; it computes each head by itself."""
+    """A decoder layer, with a module's additions; it computes each head by itself."""
 
     def __init__(self, c: ToyConfig, module: bool) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class PlainToy(PlainLM):
-    """Computes whole sequences, without caches, and shares nothing with the program's model."""
+    """A model of whole sequences, without caches, that shares nothing with the program's model."""
 
     config: ToyConfig
 
@@ -252,7 +252,7 @@ TOY = Family(
 
 
 def make_toy(seed: int = 0) -> PlainToy:
-    """Makes random weights with which a token is often followed by its fixed permutation.
+    """Make random weights with which a token is often followed by its fixed permutation.
 
     The module knows it too, so drafts are often right. Attention matters enough to change the text.
     """

@@ -23,7 +23,7 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def load_modules(theirs: Any, ours: Any) -> None:
-    """Puts our modules' weights into an `MtpModel`, whose own loader knows few layer counts."""
+    """Put our modules' weights into an `MtpModel`, whose own loader knows few layer counts."""
     first = ours.config.num_hidden_layers
     for k, layer in enumerate(theirs.layers):
         module = ours.model.layers[first + k]

@@ -35,7 +35,7 @@ R1_LIKE: dict[str, Any] = {
 
 
 def r1_like(folder: Path) -> Path:
-    """Saves a checkpoint like `deepseek-r1-fp4`: MLPs and experts in nvfp4, the module in bf16."""
+    """Save a checkpoint like `deepseek-r1-fp4`: MLPs and experts in nvfp4, the module in bf16."""
     plain = save_checkpoint(folder / "plain", make_predictable(**R1_LIKE), **R1_LIKE)
     scheme = make_scheme("nvfp4", None, None)
     quantize(QuantizeRequest(str(plain), scheme, folder / "r1"))
@@ -43,7 +43,7 @@ def r1_like(folder: Path) -> Path:
 
 
 def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
-    """Returns the programs of one rank's engine, which run eagerly with that engine's weights."""
+    """Return the programs of one rank's engine, which run eagerly with that engine's weights."""
     request = build_request(checkpoint, (nextn,), target="tensorrt", **SMALL_STEPS)
     job = prepare(replace(request, dry_run=True))
     (plan,) = job.plans.values()
@@ -54,7 +54,7 @@ def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
 
 
 def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
-    """Returns the next tokens of a prompt, asking programs for them as the loop does."""
+    """Return the next tokens of a prompt, asking programs for them as the loop does."""
     known = np.array([*prompt, *[0] * programs.lookahead])
     chunk, last = SMALL_STEPS["prefill_chunk"], len(prompt) - 1
     for start in range(0, last, chunk):
@@ -68,7 +68,7 @@ def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
 
 
 def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:
-    """Copies an engine with other calls in one rank's program, and updates its manifest."""
+    """Copy an engine with other calls in one rank's program, and update its manifest."""
     copy = shutil.copytree(engine, to)
     folder = copy / rank_name(rank)
     path = folder / f"{program}.engine"
@@ -84,12 +84,12 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
 
 
 def sums(calls: Calls) -> list[int]:
-    """Finds a program's collectives among its calls."""
+    """Find a program's collectives among its calls."""
     return [i for i, (function, *_) in enumerate(calls) if function == "all_reduce"]
 
 
 def exchanged(calls: Calls) -> Calls:
-    """Returns the calls with the first two collectives in the other order."""
+    """Return the calls with the first two collectives in the other order."""
     first, second, *_ = sums(calls)
     calls[first], calls[second] = (
         (*calls[first][:4], calls[second][4]),
@@ -99,7 +99,7 @@ def exchanged(calls: Calls) -> Calls:
 
 
 def left_out(calls: Calls) -> Calls:
-    """Returns the calls without the second collective, whose own term takes its place."""
+    """Return the calls without the second collective, whose own term takes its place."""
     _, second, *_ = sums(calls)
     _, args, kwargs, outputs, _ = calls[second]
     calls[second] = ("aten::clone.default", args, kwargs, outputs, {})

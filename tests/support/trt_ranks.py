@@ -27,7 +27,7 @@ BUSY = 2  # how often a GPU reports to be busy before it is done
 
 
 def fake() -> FakeDataCentre:
-    """Makes one process's TensorRT, on its GPU, with its end of NCCL."""
+    """Make one process's TensorRT, on its GPU, with its end of NCCL."""
     gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
     return FakeDataCentre(gpu, FakeNccl())
 
@@ -54,7 +54,7 @@ def machine() -> Iterator[FakeDataCentre]:
 
 @contextlib.contextmanager
 def used() -> Iterator[FakeDataCentre]:
-    """Does the same in the processes that this one starts."""
+    """Do the same in the processes that this one starts."""
     torch.set_num_threads(1)
     with machine() as trt, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.trt_ranks"))

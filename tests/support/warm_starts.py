@@ -66,7 +66,7 @@ class Counted:
 
 
 class Noted:
-    """Notes a request's steps."""
+    """The steps of a request."""
 
     def __init__(self) -> None:
         self.steps: Steps = []
@@ -113,7 +113,7 @@ class Service:
         return self.loop.prefix_cache
 
     def check_pool(self) -> None:
-        """What the tree counts is what the programs keep, within the limit."""
+        """Check that the tree counts what the programs keep, within the limit."""
         tree = self.cache.tree
         found = [*tree.entries()]
         assert {kept.number for kept in found} == set(self.programs.saved), f"{COUNTED}: numbers"
@@ -173,7 +173,7 @@ class Traffic:
             self.service.loop.step()
 
     def go_on(self, request: Request) -> None:
-        """The conversation's next turn, to its end.
+        """Run the conversation's next turn to its end.
 
         Three tokens have no rows yet, and the last of them needs none.
         """
@@ -193,7 +193,7 @@ class Traffic:
 
 
 def a_gap_is_closed(traffic: Traffic) -> None:
-    """The first of two ends: the other one takes its slot, where its rows were."""
+    """End the first of two: the other one takes its slot, where its rows were."""
     first, second = traffic.ask(tokens(1, 20), 40), traffic.ask(tokens(2, 25), 60)
     traffic.ended(first)
     traffic.steps(3)
@@ -214,7 +214,7 @@ def the_layout_grows(traffic: Traffic) -> None:
 
 
 def a_prompt_is_cancelled(traffic: Traffic) -> None:
-    """It is cancelled between its chunks, as others run; what it had filled in is used."""
+    """Cancel it between its chunks, as others run; what it had filled in is used."""
     running = traffic.ask(tokens(5, 6), 60)
     traffic.steps(2)
     late = traffic.ask(tokens(6, 40), 5)
@@ -226,7 +226,7 @@ def a_prompt_is_cancelled(traffic: Traffic) -> None:
 
 
 def a_prompt_comes_where_two_ended(traffic: Traffic) -> None:
-    """It replaces the older rows; those of the other, which steps computed too, stay."""
+    """Replace the older rows; those of the other, which steps computed too, stay."""
     first = traffic.ask(tokens(1, 9), 90)
     second, third = traffic.ask(tokens(2, 12), 4), traffic.ask(tokens(3, 30), 9)
     traffic.ended(second)

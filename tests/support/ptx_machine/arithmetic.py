@@ -15,7 +15,7 @@ IGNORED = {"rn", "ftz", "lo", "approx", "full", "sync"}  # don't change the resu
 
 
 def numpy_type(name: str) -> Any:
-    """Returns the NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
+    """Return the NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
     if name == "pred":
         return np.bool_
     if name.endswith("x2"):
@@ -29,12 +29,12 @@ def numpy_type(name: str) -> Any:
 
 
 def unsigned(value: Array) -> Array:
-    """Returns the same bits as unsigned integers, as PTX's registers hold them."""
+    """Return the same bits as unsigned integers, as PTX's registers hold them."""
     return value if value.dtype == np.bool_ else value.view(f"u{value.dtype.itemsize}")
 
 
 def halves(words: Array, kind: Any) -> tuple[Array, Array]:
-    """Returns the low and the high half of words of 32 bits."""
+    """Return the low and the high half of words of 32 bits."""
     low, high = ((words >> by & 0xFFFF).astype(np.uint16).view(kind) for by in (0, 16))
     return low, high
 
@@ -84,7 +84,7 @@ def shifted(a: Array, by: Array, left: bool) -> Array:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """Computes a * b + c with one rounding: float64 holds the product, and mostly the sum."""
+    """Compute a * b + c with one rounding: float64 holds the product, and mostly the sum."""
     return (a.astype(np.float64) * b + c).astype(a.dtype)
 
 
@@ -100,7 +100,7 @@ def fused_halves(a: Array, b: Array, c: Array) -> Array:
 
 
 def by_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Makes a function work on pairs of fp32, which are words of 64 bits."""
+    """Make a function work on pairs of fp32, which are words of 64 bits."""
 
     def both(*given: Array) -> Array:
         pairs = (np.ascontiguousarray(each).view(np.float32) for each in given)
@@ -110,7 +110,7 @@ def by_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def bits_of(a: Array, begin: Array, length: Array) -> Array:
-    """Computes bfe; in signed numbers the highest extracted bit is the sign."""
+    """Compute bfe; in signed numbers the highest extracted bit is the sign."""
     left = (8 * a.dtype.itemsize - begin - length).astype(a.dtype)
     return (a << left) >> (left + begin.astype(a.dtype))
 
@@ -149,7 +149,7 @@ ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def numbers_of_codes(kind: str, to: str, codes: Array, *scales: Array) -> list[Array]:
-    """Returns the low and high number, times powers of two with biased exponents `scales`."""
+    """Return the low and high number, times powers of two with biased exponents `scales`."""
     of, bits = (ml_dtypes.float8_e4m3fn, 8) if kind == "e4m3x2" else (ml_dtypes.float4_e2m1fn, 4)
     made = []
     for i in range(2):
@@ -186,7 +186,7 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
 
 
 def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]:
-    """Returns the types of an instruction's operands, and the function of them that it computes.
+    """Return the types of an instruction's operands, and the function of them that it computes.
 
     Raises KeyError for an unknown instruction.
     """

@@ -34,7 +34,7 @@ def run_launch(
 
 
 def run_plugin(launch: Launch, architecture: int, edit: Edit | None = None) -> None:
-    """Runs a launch as TensorRT's plugin: PTX for any sizes, flags as int32."""
+    """Run a launch as TensorRT's plugin: PTX for any sizes, flags as int32."""
     every = [tensor for tensor in (*launch.inputs, *launch.outputs) if tensor is not None]
     numbers = {id(t): t.int() for t in every if t.dtype == torch.bool}
     inputs = (

@@ -30,7 +30,7 @@ PADDING = {"fence", "membar", "griddepcontrol"}
 
 
 def run_assembly(text: str, given: dict[str, Array]) -> dict[str, Array]:
-    """Runs inline assembly on registers of many threads; returns all registers."""
+    """Run inline assembly on registers of many threads; return all registers."""
     program, threads = parse(text), len(next(iter(given.values())))
     machine = Machine(program, 1, threads, 0)
     machine.known |= given
@@ -60,7 +60,7 @@ class Machine:
         self._ended = np.zeros(self.lanes, np.bool_)
 
     def run(self) -> None:
-        """Executes to the end; threads that diverge join again at the same instruction."""
+        """Execute to the end; threads that diverge join again at the same instruction."""
         waiting = {0: np.ones(self.lanes, np.bool_)}
         with np.errstate(all="ignore"):
             while waiting:
@@ -123,7 +123,7 @@ class Machine:
                 self._set(to, function(*values), lanes)
 
     def _value(self, operand: Operand, kind: Any, lanes: Any) -> Array:
-        """Returns an operand of the active threads as that type: a wide register's lowest bits."""
+        """Return an operand of the active threads as that type: a wide register's lowest bits."""
         kind = np.dtype(kind)
         bits = 8 * kind.itemsize
         count = self.lanes if isinstance(lanes, slice) else len(lanes)
@@ -191,7 +191,7 @@ class Machine:
         return self.tensors.load_by(self._who(lanes), addresses, width)
 
     def _who(self, lanes: Any) -> Array:
-        """Returns the numbers by which a `Watch` knows programs, barriers met, and warps."""
+        """Return the numbers by which a `Watch` knows programs, barriers met, and warps."""
         program = self._program[lanes]
         warp = np.arange(self.lanes)[lanes] % self.threads // WARP
         met = (self._barriers[program] + 1 << 24) + self.first + program
@@ -199,7 +199,7 @@ class Machine:
         return who
 
     def _own(self, addresses: Array, width: int, lanes: Any) -> Array:
-        """Returns the index in `local` of each thread's own bytes."""
+        """Return the index in `local` of each thread's own bytes."""
         if (addresses + width > self.program.local).any():
             raise PtxError(f"a thread has {self.program.local} bytes of its own")
         return np.arange(self.lanes)[lanes] * self.program.local + addresses
@@ -225,7 +225,7 @@ class Machine:
             self.traffic.add(np.arange(self.lanes)[lanes], offsets, width)
 
     def _move_parts(self, kind: str, operands: Sequence[Operand], lanes: Any) -> None:
-        """Moves values between a register and its parts, the lowest first."""
+        """Move values between a register and its parts, the lowest first."""
         to, given = operands
         whole = np.dtype(numpy_type(kind))
         parts = _parts(to if isinstance(to, Vector) else given)
@@ -240,7 +240,7 @@ class Machine:
         self._set(to, np.bitwise_or.reduce(moved), lanes)
 
     def _meet(self, name: tuple[str, ...], operands: Sequence[Operand], able: Array) -> None:
-        """Passes a barrier of a program's threads; raises PtxError unless all have come to it."""
+        """Pass a barrier of a program's threads; raise PtxError unless all have come to it."""
         if name[1] == "warp":
             return
         assert operands == (Immediate(0),), "barriers of some threads are not known"
@@ -251,7 +251,7 @@ class Machine:
         self._barriers[there] += 1
 
     def _copy(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
-        """Executes cp.async: bytes are read at once, and arrive when the program waits for them.
+        """Execute cp.async: bytes are read at once, and arrive when the program waits for them.
 
         On a GPU they might arrive at once, so nobody may still read the memory that they overwrite.
         """
@@ -297,7 +297,7 @@ class Machine:
         self._copies = left
 
     def _as_warps(self, name: tuple[str, ...], operands: Sequence[Operand], able: Array) -> None:
-        """Executes an instruction of whole warps; values are [warps, 32]."""
+        """Execute an instruction of whole warps; values are [warps, 32]."""
         warps = able.reshape(-1, WARP)
         some = warps.any(1)
         if not warps[some].all():
@@ -341,7 +341,7 @@ class Machine:
                     self.shared.store_by(*who, rows.ravel() + 2 * i, matrix[..., i].ravel())
 
     def _rows(self, where: Operand, count: int, lanes: Any) -> tuple[Array, tuple[Array, Array]]:
-        """Returns where 8 rows per matrix begin [warps, 8 count], and each row's reader."""
+        """Return where 8 rows per matrix begin [warps, 8 count], and each row's reader."""
 
         def of_rows(values: Array) -> Array:
             return values.reshape(-1, WARP)[:, : 8 * count]

@@ -18,13 +18,13 @@ class PtxError(AssertionError):
 
 
 class Memory:
-    """Holds bytes that many threads load and store at once."""
+    """Bytes that many threads load and store at once."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, UNKNOWN, np.uint8)
 
     def load(self, at: Array, width: int) -> Array:
-        """Loads one value of `width` bytes for each index into `bytes`."""
+        """Load one value of `width` bytes for each index into `bytes`."""
         return self.bytes.view(f"u{width}")[_whole(at, width)]
 
     def store(self, at: Array, values: Array) -> None:
@@ -39,7 +39,7 @@ def _whole(at: Array, width: int) -> Array:
 
 
 class Watch:
-    """Notes which threads last touched each unit of two bytes, from `begin` on.
+    """Which threads last touched each unit of two bytes, from `begin` on.
 
     Threads are known by a number, which has the warp in its lowest bits, and above it the program
     and the barriers that it has met: two warps conflict if those are equal.
@@ -75,7 +75,7 @@ class Watch:
 
 
 class Tensors(Memory):
-    """Holds the launch's tensors in one address space, with gaps that nobody may touch."""
+    """The launch's tensors in one address space, with gaps that nobody may touch."""
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.tensors, self._outputs = (*inputs, *outputs), len(outputs)
@@ -104,7 +104,7 @@ class Tensors(Memory):
         self.store(at, values)
 
     def index(self, addresses: Array, width: int) -> Array:
-        """Returns the index into `bytes` of an address; raises PtxError beyond the tensors."""
+        """Return the index into `bytes` of an address; raise PtxError beyond the tensors."""
         at = addresses.astype(np.int64) - BEGIN
         of = np.searchsorted(self.begins, at, side="right") - 1
         beyond = (of < 0) | (at + width > self.ends[of])
@@ -114,7 +114,7 @@ class Tensors(Memory):
         return at
 
     def give_back(self) -> None:
-        """Copies the kernel's results into the outputs."""
+        """Copy the kernel's results into the outputs."""
         for i in range(len(self.tensors) - self._outputs, len(self.tensors)):
             left = torch.from_numpy(self.bytes[self.begins[i] : self.ends[i]].copy())
             tensor = self.tensors[i]
@@ -122,7 +122,7 @@ class Tensors(Memory):
 
 
 class Shared(Memory):
-    """Holds the programs' shared memories, one after the other."""
+    """The programs' shared memories, one after the other."""
 
     def __init__(self, programs: int, size: int) -> None:
         self.size = -(-max(size, 1) // 16) * 16
@@ -139,7 +139,7 @@ class Shared(Memory):
         self.store(self._index(programs, offsets, values.dtype.itemsize), values)
 
     def claim(self, who: Array, programs: Array, offsets: Array, width: int) -> None:
-        """Notes that bytes may be written from now on."""
+        """Note that bytes may be written from now on."""
         self._watch.writes(self._index(programs, offsets, width), width, who)
 
     def _index(self, programs: Array, offsets: Array, width: int) -> Array:

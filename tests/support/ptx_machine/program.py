@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class Register(NamedTuple):
-    """Is a register, or a special one such as %tid.x."""
+    """A register, or a special one such as %tid.x."""
 
     name: str
 
 
 class Immediate(NamedTuple):
-    """Is a constant by its bits; an instruction takes as many of them as its type has."""
+    """A constant by its bits; an instruction takes as many of them as its type has."""
 
     bits: int
 
 
 class Symbol(NamedTuple):
-    """Is a parameter, a label, or the shared memory."""
+    """A parameter, a label, or the shared memory."""
 
     name: str
 
@@ -32,7 +32,7 @@ Scalar = Register | Immediate | Symbol
 
 
 class Vector(NamedTuple):
-    """Is a row of values, the parts of a register, or a result and a predicate."""
+    """A row of values, the parts of a register, or a result and a predicate."""
 
     parts: tuple[Scalar, ...]
 
@@ -42,7 +42,7 @@ Operand = Scalar | Address | Vector
 
 @dataclass(frozen=True)
 class Instruction:
-    """Is an instruction; `guard`: a predicate, and the value with which threads execute it."""
+    """An instruction; `guard`: a predicate, and the value with which threads execute it."""
 
     guard: tuple[Register, bool] | None
     name: tuple[str, ...]  # such as ("setp", "lt", "s32")
@@ -66,7 +66,7 @@ NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|\d+)U?$")
 
 
 def parse(text: str) -> Program:
-    """Parses a function's body, or inline assembly."""
+    """Parse a function's body, or inline assembly."""
     body = re.sub(r"//[^\n]*", "", _body(text))
     body = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*", "", body, flags=re.MULTILINE)
     found, labels, widths, local = list[Instruction](), dict[str, int](), dict[str, int](), 0
@@ -89,7 +89,7 @@ def parse(text: str) -> Program:
 
 
 def _body(text: str) -> str:
-    """Returns the text within the function's braces; debug information surrounds it."""
+    """Return the text within the function's braces; debug information surrounds it."""
     begin = text.index("{", max(text.find(".entry"), 0))
     depth = 0
     for brace in re.compile(r"[{}]").finditer(text, begin):

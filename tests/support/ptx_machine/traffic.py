@@ -11,7 +11,7 @@ WORDS = 1 << 20  # more than any shared memory has
 
 
 class Traffic:
-    """Counts wavefronts, Nsight's name for the cycles in which banks answer.
+    """Wavefronts, Nsight's name for the cycles in which banks answer.
 
     Threads of a warp that access different words of one bank wait for each other. Accesses of 8 and
     16 bytes are served for half a warp and a quarter at a time, those of a matrix for its 8 rows.
@@ -21,7 +21,7 @@ class Traffic:
         self.wavefronts = 0
 
     def add(self, lanes: Array, offsets: Array, width: int) -> None:
-        """Counts one instruction, whose lanes, 32 to a warp, touch `width` bytes at offsets."""
+        """Count one instruction, whose lanes, 32 to a warp, touch `width` bytes at offsets."""
         words = np.arange(max(1, width // WORD))
         together = lanes // (BANKS // len(words))
         wanted = np.unique(together[:, None] * WORDS + offsets[:, None] // WORD + words)

@@ -13,7 +13,7 @@ GROUP, TURN = LANES // 4, LANES % 4  # the row and the column of a thread in a f
 
 
 def shuffled(how: str, values: Array, by: Array, clamp: int) -> tuple[Array, Array]:
-    """Returns the values of other lanes, and whether there is such a lane."""
+    """Return the values of other lanes, and whether there is such a lane."""
     assert clamp in ((0,) if how == "up" else (31,)), "segments of a warp are not known"
     lane = {"bfly": LANES ^ by, "idx": by & 31, "up": LANES - by, "down": LANES + by}[how]
     there = (lane >= 0) & (lane < 32)
@@ -22,7 +22,7 @@ def shuffled(how: str, values: Array, by: Array, clamp: int) -> tuple[Array, Arr
 
 
 def matrices_of_rows(rows: Array, transposed: bool) -> list[Array]:
-    """Computes ldmatrix: n registers [.., 32] of two values each from 16-bit rows [.., 8 n, 8]."""
+    """Compute ldmatrix: n registers [.., 32] of two values each from 16-bit rows [.., 8 n, 8]."""
     matrices = rows.reshape(*rows.shape[:-2], -1, 8, 8)
     if transposed:
         matrices = matrices.swapaxes(-1, -2)
@@ -32,7 +32,7 @@ def matrices_of_rows(rows: Array, transposed: bool) -> list[Array]:
 
 
 def rows_of_matrices(registers: Sequence[Array], transposed: bool) -> Array:
-    """Computes stmatrix: rows [.., 8 n, 8] of 16 bits from n registers [.., 32]."""
+    """Compute stmatrix: rows [.., 8 n, 8] of 16 bits from n registers [.., 32]."""
     shape = *registers[0].shape[:-1], len(registers), 8, 8
     matrices = np.zeros(shape, np.uint16)
     for i, register in enumerate(registers):
@@ -45,7 +45,7 @@ def rows_of_matrices(registers: Sequence[Array], transposed: bool) -> Array:
 
 
 def product(kind: str, a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
-    """Computes mma.m16n8k16 of 16 bits or m16n8k8 of tf32: fp32 sums [.., 32] of fragments."""
+    """Compute mma.m16n8k16 of 16 bits or m16n8k8 of tf32: fp32 sums [.., 32] of fragments."""
     shape, wide = a[0].shape[:-1], 8 if kind == "tf32" else 16
     left, right = np.zeros((*shape, 16, wide), np.float32), np.zeros((*shape, wide, 8), np.float32)
     for i, register in enumerate(a):

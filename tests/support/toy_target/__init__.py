@@ -13,7 +13,7 @@ from mtpbuild.runtime.flag_groups import flag
 
 @dataclass(frozen=True)
 class ToyLoadOptions:
-    """Holds the flags that `run`, `serve` and others get from this target."""
+    """The flags that `run`, `serve` and others get from this target."""
 
     toy_log: Path | None = flag(None, "File that gets a line for each program that runs.")
 

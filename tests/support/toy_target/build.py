@@ -16,7 +16,7 @@ from mtpbuild.runtime.flag_groups import flag
 
 @dataclass(frozen=True)
 class ToyOptions:
-    """Holds the flags that only this target has."""
+    """The flags that only this target has."""
 
     toy_mark: str = flag("none", "A word for the engine's record.")
 
@@ -32,7 +32,7 @@ class Toy(Target):
             raise UsageError(f"--toy-mark {options.toy_mark} is not a word")
 
     def check_machine(self, plan: Plan) -> None:
-        """Accepts every machine: wherever an engine is built, there is torch."""
+        """Accept every machine: wherever an engine is built, there is torch."""
 
     def embeds_weights(self, options: ToyOptions) -> bool:
         return True

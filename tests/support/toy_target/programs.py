@@ -11,7 +11,7 @@ from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 
 
 class Exported:
-    """Runs one program and overwrites its state, as a compiled one does."""
+    """A program that overwrites its state, as a compiled one does."""
 
     def __init__(self, path: Path, spec: ProgramSpec, log: Path | None) -> None:
         self._spec, self._module = spec, torch.export.load(path).module()
@@ -34,7 +34,7 @@ class Exported:
 def load(
     folder: Path, manifest: Manifest, threads: int | None, toy_log: Path | None = None
 ) -> InductorPrograms:
-    """Loads a checked engine's programs; toy_log gets the name of each one that runs."""
+    """Load a checked engine's programs; toy_log gets the name of each one that runs."""
 
     def opener(name: str) -> Exported:
         spec = manifest.programs[name]
