@@ -158,12 +158,12 @@ def test_commands_are_commands(document: str) -> None:
 def test_commands_in_sentences_have_these_flags(document: str) -> None:
     """`mtpbuild COMMAND --flag` in a line of text: command and flags are there."""
     text = (ROOT / "docs" / document if document != "README.md" else ROOT / document).read_text()
-    for said in re.findall(r"`mtpbuild (\w[\w-]*)([^`]*)`", text.replace("\n", " ")):
-        command, rest = said
+    for output in re.findall(r"`mtpbuild (\w[\w-]*)([^`]*)`", text.replace("\n", " ")):
+        command, rest = output
         group: Any = typer.main.get_command(app)
-        assert command in group.commands, said
+        assert command in group.commands, output
         wrong = set(re.findall(r"(?<![\w'-])--[a-z][a-z-]*", rest)) - flags_of(command)
-        assert not wrong - {"--help"}, said
+        assert not wrong - {"--help"}, output
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,8 @@ def generated(command: Command, tokens: list[int], count: int = 48) -> tuple[lis
     run = [*command, str(count), *map(str, tokens)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said, steps = done.stderr.split(" tokens in ")
-    assert int(said) == len(done.stdout.split())
+    output, steps = done.stderr.split(" tokens in ")
+    assert int(output) == len(done.stdout.split())
     return [int(word) for word in done.stdout.split()], int(steps.removesuffix(" steps\n"))
 
 

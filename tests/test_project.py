@@ -445,8 +445,8 @@ def test_extras_that_are_named_exist() -> None:
     texts += [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
     extras = PYPROJECT["project"]["optional-dependencies"]
-    said = re.compile(r"""(?:install\(["']|'\.\[)([a-z,-]+)["'\]]""")
-    named = {extra for text in texts for each in said.findall(text) for extra in each.split(",")}
+    output = re.compile(r"""(?:install\(["']|'\.\[)([a-z,-]+)["'\]]""")
+    named = {extra for text in texts for each in output.findall(text) for extra in each.split(",")}
     assert {"cpu", "serve", "tensorrt-build", "onnxruntime-gpu"} <= named <= set(extras)
     assert not [text for text in texts if "install 'mtpbuild" in text]
     assert advise_install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
@@ -652,12 +652,12 @@ def test_every_full_test_has_its_part() -> None:
         parts.part_of("gpu/test_new.py", full=True)
 
 
-@pytest.mark.parametrize(("target", "said"), [("inside", ""), ("/usr", "bad: a committed link")])
-def test_links_that_point_outside(target: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "output"), [("inside", ""), ("/usr", "bad: a committed link")])
+def test_links_that_point_outside(target: str, output: str, tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     script = shutil.copy2(ROOT / "tools/check_links.sh", tmp_path / "tools")
     (tmp_path / "bad").symlink_to(target)
     for command in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     done = subprocess.run([script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr[: len(said) or 99]) == (bool(said), said)
+    assert (done.returncode, done.stderr[: len(output) or 99]) == (bool(output), output)

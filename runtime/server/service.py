@@ -252,7 +252,8 @@ class Service:
     async def look_after(self) -> None:
         """Find out whether the engine has failed while idle."""
         if reason := self.engine.failure:
-            self.fail(EngineError(reason))
+            several = self.engine.manifest.build.tp > 1
+            self.fail(RankError(reason) if several else EngineError(reason))
 
     def fail(self, error: EngineError) -> None:
         """Record that the engine has failed for good."""

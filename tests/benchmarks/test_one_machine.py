@@ -115,8 +115,8 @@ def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[
 
 @pytest.mark.full
 def test_an_engine_of_it_drafts(folders: dict[str, Path], engine: Path) -> None:
-    (said,) = greedy_ids(engine, [[5, 6, 7]], 40)
-    assert len(set(said)) > 20
+    (output,) = greedy_ids(engine, [[5, 6, 7]], 40)
+    assert len(set(output)) > 20
 
 
 @pytest.mark.full
@@ -325,13 +325,13 @@ def test_a_section_that_fails_loses_no_other(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [(["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
      (["--layers", "0"], "--layers 0: expected at least 1"),
      (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh")],
 )  # fmt: skip
 def test_a_mistake_is_one_line(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python ends with: it prints a text and gives exit code 1."""
     script = benchmark("one_machine")
@@ -339,7 +339,7 @@ def test_a_mistake_is_one_line(
     with pytest.raises(SystemExit) as end:
         script.run(script.main)
     (line,) = str(end.value.code).splitlines()
-    assert said in line
+    assert output in line
 
 
 def test_tables_of_a_section_that_nobody_answered() -> None:
@@ -366,5 +366,5 @@ def test_tables_of_a_section_that_nobody_answered() -> None:
             figures = {"int8": data} if name == "small-moe" else data
             console.print(*one.tables(section.Found(figures, able)))
     shown = captured.get()
-    for said in ("<= 6.8", ">= 1.15", ">= 1.6", "64 experts, 26 layers", "32768 x 2"):
-        assert said in shown
+    for output in ("<= 6.8", ">= 1.15", ">= 1.6", "64 experts, 26 layers", "32768 x 2"):
+        assert output in shown

@@ -156,10 +156,10 @@ def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_pa
         return Result("", tokens, [], "stop", metrics, None)
 
     paths = [tmp_path / "n0", tmp_path / "n3"]
-    said = [[result([1, 2, 3, 4], 0, 4)], [result([1, 2, 3, 4], 1, 2)]]
-    structured.report(paths, [2.0, 1.0], said)
+    output = [[result([1, 2, 3, 4], 0, 4)], [result([1, 2, 3, 4], 1, 2)]]
+    structured.report(paths, [2.0, 1.0], output)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["n3", "4", "2.00", "2.00", "25%"] in shown
-    said[1][0].token_ids[0] = 9
+    output[1][0].token_ids[0] = 9
     with pytest.raises(EngineError, match="n3 gives another text than"):
-        structured.report(paths, [2.0, 1.0], said)
+        structured.report(paths, [2.0, 1.0], output)

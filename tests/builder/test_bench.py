@@ -150,13 +150,13 @@ def test_turns_go_round() -> None:
 
 
 def test_contexts_lie_within_the_text() -> None:
-    asked, said = (
+    asked, output = (
         [prompt(length=4)],
         [TimedAnswer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])],
     )
-    assert measure.make_contexts(asked, said, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
-    assert measure.make_contexts(asked, said, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
-    assert measure.make_contexts(asked, said, 0.5, -3)[0].token_ids == [0]
+    assert measure.make_contexts(asked, output, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
+    assert measure.make_contexts(asked, output, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
+    assert measure.make_contexts(asked, output, 0.5, -3)[0].token_ids == [0]
 
 
 def test_nextn_0_is_never_relaxed() -> None:

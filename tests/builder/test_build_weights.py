@@ -157,8 +157,8 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     model = source(folder, ENDS)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(model.unfit)
     assert not {"embed_tokens", "lm_head"} & set(model.table.formats)
-    said = "\n".join(list_notes(model))
-    assert f"{len(model.unfit)} weights stay in float32: their columns do" in said
+    output = "\n".join(list_notes(model))
+    assert f"{len(model.unfit)} weights stay in float32: their columns do" in output
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
@@ -174,10 +174,10 @@ def test_weights_at_the_ends_of_fp16(
     blocks = weight.numel() // 32
     model = source(save_checkpoint(tmp_path / "tiny", tiny, **SMALL), SCHEMES[to])
     written(model, tmp_path / "engine")
-    said = f"{blocks:,} blocks of 32 weights lose accuracy"
-    assert f"note: {said}" in caplog.text
+    output = f"{blocks:,} blocks of 32 weights lose accuracy"
+    assert f"note: {output}" in caplog.text
     request = "quantize", "--model", tmp_path / "tiny", "--to", to, "--out", tmp_path / "q"
-    assert said in invoke(*request)[1]
+    assert output in invoke(*request)[1]
     model = source(save_checkpoint(tmp_path / "huge", huge, **SMALL), SCHEMES[to])
     with pytest.raises(CheckpointError, match=f"{name} holds 10,000,000, but {to} ends at"):
         written(model, tmp_path / "other")
@@ -320,11 +320,11 @@ class TestQuick:
 def test_engines(small: Path, tmp_path: Path) -> None:
     """A draft and none say the same: what the dequantised model says with rounded inputs."""
     request = BuildRequest(str(small), (0, 1), out=tmp_path, scheme=ENDS, **LIMITS)
-    said = [texts_of(built.folder) for built in build(request)]
-    assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
-    assert sum(text.drafting.num_accepted_draft_tokens for text in said[1]) > 0
+    output = [texts_of(built.folder) for built in build(request)]
+    assert [t.token_ids for t in output[0]] == [t.token_ids for t in output[1]]
+    assert sum(text.drafting.num_accepted_draft_tokens for text in output[1]) > 0
     checkpoint = quantised(small, ENDS, tmp_path / "checkpoint")
-    found = judge_texts(plain_with_rounding(checkpoint), PROMPTS, said[1], ROUNDED)
+    found = judge_texts(plain_with_rounding(checkpoint), PROMPTS, output[1], ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1
     no_wide_ends(tmp_path / "small_n1_int4")
@@ -338,8 +338,8 @@ def test_the_programs(small: Path, tmp_path: Path) -> None:
     none, anew = build(BuildRequest(str(checkpoint), (0, 1), out=tmp_path, **LIMITS))
     for name in (WEIGHTS, *(program.file for program in ours.manifest.programs.values())):
         assert (anew.folder / name).read_bytes() == (ours.folder / name).read_bytes()
-    said = [texts_of(engine.folder) for engine in (none, ours)]
-    assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
+    output = [texts_of(engine.folder) for engine in (none, ours)]
+    assert [t.token_ids for t in output[0]] == [t.token_ids for t in output[1]]
 
 
 def texts_of(engine: Path) -> list[TimedAnswer]:

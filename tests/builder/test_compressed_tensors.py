@@ -168,9 +168,9 @@ def settings_of(*groups: dict[str, Any]) -> dict[str, Any]:
 
 def test_odd_widths() -> None:
     """Both packings are told by the words of a row; where they don't tell, it is refused."""
-    said = settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
+    output = settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
     for words in (dense(32, 3), loose(32, 3)):
-        format = stored_format("w", packed_entries(words, 1), said)
+        format = stored_format("w", packed_entries(words, 1), output)
         assert format is not None
         assert format.fits((2, 32))
         assert format.parts((2, 32))[""].shape == (2, words)
@@ -183,7 +183,7 @@ def test_odd_widths() -> None:
             "": torch.tensor([row, row], dtype=torch.int32), "_shape": torch.tensor([2, 32]),
             "_scale": torch.tensor([[0.5], [2.0]]).bfloat16(),
         }  # fmt: skip
-        format = stored_format("w", packed_entries(len(row), 1), said)
+        format = stored_format("w", packed_entries(len(row), 1), output)
         assert format is not None
         values.append(format.decode(parts))
         assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
@@ -198,9 +198,9 @@ def test_odd_widths() -> None:
 
 def test_columns_in_another_order() -> None:
     """With actorder, weight_g_idx says which group a column belongs to; such are not kept."""
-    said = settings_of({"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"})
+    output = settings_of({"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"})
     entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
-    format = stored_format("w", entries, said)
+    format = stored_format("w", entries, output)
     assert format is not None
     assert format.kept is format
     order = torch.arange(64, dtype=torch.int32).flip(0) % 2
@@ -306,13 +306,13 @@ def test_what_is_not_read_of_modelopt() -> None:
 
 def test_targets_are_asked_where_shapes_do_not_tell() -> None:
     """Two groups by row differ in bits alone: a row's words don't tell how many columns it has."""
-    said = settings_of(
+    output = settings_of(
         {"num_bits": 4, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel"}
     )
-    said["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]
+    output["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]
     for name, bits in (("a.down_proj.weight", 8), ("a.up_proj.weight", 4)):
         entries = {key.replace("w", name, 1): e for key, e in packed_entries(8, 1).items()}
-        format = stored_format(name, entries, said)
+        format = stored_format(name, entries, output)
         assert format is not None
         assert format.bits == bits
 

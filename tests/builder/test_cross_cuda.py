@@ -120,8 +120,8 @@ def test_a_step_that_chooses_rows(model: str, gpu: str, headers: Path, tmp_path:
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
 def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: Path) -> None:
     parts = "dense layer,MoE layer,first draft" + ("" if format == "nvfp4" else ",head")
-    said = f" in {format}" if format else ""
-    programs = compiled(tmp_path, f"r1/{parts}{said}/{gpu}/bfloat16")
+    output = f" in {format}" if format else ""
+    programs = compiled(tmp_path, f"r1/{parts}{output}/{gpu}/bfloat16")
     assert [p.program for p in programs] == [name.replace(" ", "_") for name in parts.split(",")]
     for program in programs:
         check(program, gpu.replace("sm", "sm_"), headers)
@@ -223,8 +223,8 @@ def test_what_the_manifest_says(
     engine = tmp_path / "engine"
     asked = ("--target", "inductor", "--device", "cuda", "--compute-capability", "sm_100")
     out = ("--out", engine, "--nextn", "1")
-    code, _, said = invoke("build", "--model", smallest, *asked, *out)
-    assert (code, said.count("error")) == (0, 0)
+    code, _, output = invoke("build", "--model", smallest, *asked, *out)
+    assert (code, output.count("error")) == (0, 0)
     target = read_manifest(engine).target
     assert target.compute_capabilities == ("10.0",)
     assert target.cross_compiled is not None

@@ -149,9 +149,9 @@ def test_a_rank_for_tensorrt(
     assert "GB nvfp4 per rank" in out
     held = rf"weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
     assert re.search(rf"each rank: {held} [\d.]+ kB of weights; a step: about ", out)
-    said = re.search(r"about ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) of other", out)
-    assert said is not None
-    launches, *kinds = (int(number) for number in said.groups())
+    output = re.search(r"about ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) of other", out)
+    assert output is not None
+    launches, *kinds = (int(number) for number in output.groups())
     assert launches == sum(kinds)
     assert f"fused), {calls} collectives of " in out
     lacks = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in out

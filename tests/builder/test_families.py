@@ -391,8 +391,8 @@ def test_copies_that_differ_are_used(
     """The step program uses them, which is what an engine compiles."""
     with quick_target("onnxruntime"), caplog.at_level(logging.WARNING):
         build(build_request(own_ends, (2,), out=tmp_path / "n2"))
-    said = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
-    assert said == [
+    output = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert output == [
         f"note: the {what} stored in model.layers.2 differs from the trunk's: drafts use it"
         for what in ("embedding", "head")
     ]

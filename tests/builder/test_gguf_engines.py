@@ -74,8 +74,8 @@ def save_by_formula(folder: Path, bits: int) -> Path:
     """Save the shipped model in our own integers, whose codes are those of the formulas."""
     folder.mkdir()
     config, stored = tiny()
-    said = {"quant_method": "mtpbuild", "fmt": f"int{bits}", "block_size": 32}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    output = {"quant_method": "mtpbuild", "fmt": f"int{bits}", "block_size": 32}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": output}))
     tensors = dict[str, Tensor]()
     for name, weight in stored.items():
         if weight.dim() != 2:

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.builder.models.common.blocks import Scaled, replace_parameter
+from mtpbuild.builder.models.common.blocks import ScaledWeight, replace_parameter
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
@@ -94,7 +94,7 @@ for case, slots, dtype, experts in CASES:
     set_dtype(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
-            replace_parameter(lowered, name, Scaled(tuple(weight.shape), 16))
+            replace_parameter(lowered, name, ScaledWeight(tuple(weight.shape), 16))
     decode = make_programs(plan, lowered)[1]
     traced = trace(decode, plan)
     if "one-shot" in case:
@@ -156,6 +156,7 @@ AROUND = [
     *[["cache", "q", "fresh"]] * (LAYERS + MODULES),
     *[["q", "fresh"]] * (NEXTN - 1),  # further drafts leave no rows
     *[["out"]] * (2 * PASSES),  # queries and values by head
+    *[["parts"]] * (2 * PASSES),  # the first products, and the queries'
     *[["cos", "sin", "base", "place", "first"]] * NEXTN,  # the window, and each further draft
 ]
 
@@ -164,7 +165,7 @@ AROUND = [
 def test_the_graph_of_a_step(graphs: Graphs) -> None:
     nodes = graphs["batch"]
     calls = Counter(target for _, target, *_ in nodes)
-    routes = [["weights", "ids"]] * NEXTN  # the layer has no experts
+    routes = [["parts"], ["weights", "ids"]] * NEXTN  # the layer has no experts
     assert kernels(nodes) == sorted(AROUND + ACCEPTANCE + [["out", "lse"]] * PASSES + routes)
     assert not any("mtpbuild" in target or "cond" in target for target in calls)
 
@@ -237,9 +238,10 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     """Experts are kernels too; caches and what goes to the experts stay narrow."""
     nodes = graphs["one"]
     attention = [["out", "lse"], ["out"]] * PASSES
-    experts = [["weights", "ids"], ["sums"], ["inner", "parts"], ["inner"]] * PASSES  # and shared
+    routes = [["parts"], ["weights", "ids"]] * PASSES
+    experts = [["sums"], ["inner", "parts"], ["inner"]] * PASSES  # and shared
     heads = [["parts"]] * (1 + NEXTN)
-    assert kernels(nodes) == sorted(AROUND + ACCEPTANCE + attention + experts + heads)
+    assert kernels(nodes) == sorted(AROUND + ACCEPTANCE + attention + routes + experts + heads)
     given = {(*shape,): dtype for kind, *_, shape, dtype in nodes if kind == "placeholder"}
     assert given["1", "1", "256", "20"] == "torch.bfloat16"
     wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]

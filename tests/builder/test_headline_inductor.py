@@ -72,12 +72,12 @@ def build_and_run(
     code, out, err = invoke("run", "--engine", engine, *asked)
     assert (code, err) == (0, "")
     assert not followers()
-    said = [json.loads(line) for line in out.splitlines()]
-    for prompt, answer in zip(PROMPTS, said, strict=True):
+    output = [json.loads(line) for line in out.splitlines()]
+    for prompt, answer in zip(PROMPTS, output, strict=True):
         assert len(answer["token_ids"]) == LENGTH
         assert max(gaps(model, prompt, answer["token_ids"])) < bfloat16.NEAR
     assert any(
-        answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for answer in said
+        answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for answer in output
     )
 
     sums = [line for line in collectives.agreed(folder, tp) if ": sum of" in line]

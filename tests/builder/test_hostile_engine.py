@@ -56,14 +56,14 @@ def rewrite(path: Path, content: bytes) -> None:
 
 def refused(folder: Path) -> str:
     """Return the line in which its load ends, or else its run; empty if it runs."""
-    said = ""
+    output = ""
     try:
         with Engine.load(folder, threads=1) as engine:
             engine.generate([*range(5, 30)], SamplingParams(max_tokens=4, ignore_eos=True))
     except EngineError as error:
-        said = str(error)
-    assert "\n" not in said
-    return said
+        output = str(error)
+    assert "\n" not in output
+    return output
 
 
 def split(path: Path) -> tuple[Header, bytes]:
@@ -144,5 +144,5 @@ def test_attributes_that_lie(seed: int, engine: Path) -> None:
     before = place.i
     place.i = int(rng.choice([-1, 0, 1, place.i + 1, 33, 1 << 31, 1 << 62, -(1 << 63)]))
     rewrite(path, model.SerializeToString())
-    said = refused(engine)  # no other exception, and no crash
-    assert not said or place.i != before, "the engine as it was is not refused"
+    output = refused(engine)  # no other exception, and no crash
+    assert not output or place.i != before, "the engine as it was is not refused"

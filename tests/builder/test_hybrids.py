@@ -242,8 +242,8 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
     for place, tensors in ((folder, found), (plain, meant)):
         save_file(tensors, place / SINGLE, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    output = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": output}))
 
     tokens = torch.arange(20)[None]
     read, wanted = load_plain(folder), load_plain(plain)
@@ -267,10 +267,10 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
 
 def test_slices_of_layers(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "m", "qwen3.5", make_family("qwen3.5"))
-    said: dict[str, Any] = {"layers": parse_layers("1-2"), "out": tmp_path / "e"}
+    output: dict[str, Any] = {"layers": parse_layers("1-2"), "out": tmp_path / "e"}
     with pytest.raises(UsageError, match=r"--layers 1-2 has no layer with attention.*one is 3"):
-        prepare(build_request(folder, (0,), **said))
-    job = prepare(build_request(folder, (1,), **said | {"layers": parse_layers("2-3")}))
+        prepare(build_request(folder, (0,), **output))
+    job = prepare(build_request(folder, (1,), **output | {"layers": parse_layers("2-3")}))
     config = job.open_model().config
     assert isinstance(config, Qwen35Config)
     assert config.delta_layers == (True, False)

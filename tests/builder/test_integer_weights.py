@@ -136,8 +136,8 @@ def test_what_stays(
     assert len(counts) == 1
     assert [*list_notes(kept)] == []
     count = 3 * 2 + 3 + 2 * 9 * 3  # q_b and o of attentions, a dense MLP, experts
-    said = f"quantised weights ({count} in int4, {3 * 2} in int8) are dequantised"
-    assert said in "".join(list_notes(whole))
+    output = f"quantised weights ({count} in int4, {3 * 2} in int8) are dequantised"
+    assert output in "".join(list_notes(whole))
 
 
 @pytest.mark.parametrize("fills", [True, False])
@@ -172,10 +172,10 @@ def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     manifest = read_manifest(tmp_path / "e")
     assert manifest.build.weights == "int4"
     assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
-    said = played(tmp_path / "e", PROMPTS)
-    check_rounded(plain_with_rounding(folders[name]), PROMPTS, said)
+    output = played(tmp_path / "e", PROMPTS)
+    check_rounded(plain_with_rounding(folders[name]), PROMPTS, output)
     # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
-    assert not judge_texts(load_plain(folders[name]), PROMPTS, said, ROUNDED).passed
+    assert not judge_texts(load_plain(folders[name]), PROMPTS, output, ROUNDED).passed
 
 
 def test_scales_in_fp32(
@@ -186,14 +186,14 @@ def test_scales_in_fp32(
     stored = load_file(older / "model.safetensors")
     scales = {n: w.float() for n, w in stored.items() if n.endswith("weight_scale")}
     save_file(stored | scales, older / "model.safetensors")
-    written, said = [], list[str]()
+    written, output = [], list[str]()
     for name, folder in (("new", folders["int4"]), ("old", older)):
         (tmp_path / name).mkdir()
         model = source(folder, BOTH)
-        said += list_notes(model)
+        output += list_notes(model)
         written.append(EngineWeights(model).write(tmp_path / name, siblings=None).sha256)
     assert written[0] == written[1]
-    (line,) = said
+    (line,) = output
     assert line.startswith(f"{len(scales)} weights with fp32 scales get fp16 ones")
 
 
@@ -238,8 +238,8 @@ def test_a_tied_engine_has_one_tensor(
     for folder in (tied, two):
         out = tmp_path / f"{folder.name}-engine"
         build(BuildRequest(str(folder), (nextn,), out=out))
-        said = [(text.token_ids, text.logprobs) for text in played(out, PROMPTS)]
-        texts.append(said)
+        output = [(text.token_ids, text.logprobs) for text in played(out, PROMPTS)]
+        texts.append(output)
         sizes.append((out / WEIGHTS).stat().st_size)
     assert texts[0] == texts[1]
     assert sizes[1] - sizes[0] > 0.9 * sum(w.nbytes for w in parts.values())

@@ -135,8 +135,8 @@ def test_engines(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     texts, engines = list[Any](), [tmp_path / "joined", tmp_path / "whole"]
     for out, model, mtp in zip(engines, (trunk, one), (head, None), strict=True):
         build(build_request(model, (1,), out=out, mtp=mtp, portable=True, max_seq_len=96))
-        said = played(out, PROMPTS, 40)
-        texts.append([(answer.token_ids, answer.drafting) for answer in said])
+        output = played(out, PROMPTS, 40)
+        texts.append([(answer.token_ids, answer.drafting) for answer in output])
     assert texts[0] == texts[1]
     assert sum(drafting.num_accepted_draft_tokens for _, drafting in texts[0]) > 0
     lines = [json.dumps({"input_ids": tokens}) for tokens in PROMPTS]

@@ -252,8 +252,8 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("said", ["default", "module", "inside"])
-def test_a_stream_of_bits(bits: int, group: int, said: str) -> None:
+@pytest.mark.parametrize("output", ["default", "module", "inside"])
+def test_a_stream_of_bits(bits: int, group: int, output: str) -> None:
     """Codes follow each other without spare bits; settings tell bits and group."""
     torch.manual_seed(bits)
     codes = torch.randint(0, 2**bits, (3, 128))
@@ -266,7 +266,7 @@ def test_a_stream_of_bits(bits: int, group: int, said: str) -> None:
     one, other = {"bits": bits, "group_size": group}, {"bits": 4, "group_size": 8}
     rules: dict[str, Any] = {"default": one, "module": {"a": one}, "inside": {"b": one}}
     entries = {name: entry_of(tensor) for name, tensor in own.items()}
-    format = stored_format("a.weight", entries, other | rules[said])
+    format = stored_format("a.weight", entries, other | rules[output])
     assert format is not None
     assert (format.bits, format.block) == (bits, group)
     parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}

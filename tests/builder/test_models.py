@@ -157,21 +157,21 @@ def portions(name: str) -> dict[str, CheckpointPortion]:
 )
 def test_parameters(name: str) -> None:
     """They are the arithmetic's exactly, and the published ones to their last digit."""
-    said, found = MODELS[name], {part: p.parameters for part, p in portions(name).items()}
-    wanted = counted(raw_config(name)) | ({} if said.copies else {COPIES: 0})
+    output, found = MODELS[name], {part: p.parameters for part, p in portions(name).items()}
+    wanted = counted(raw_config(name)) | ({} if output.copies else {COPIES: 0})
     assert found == wanted
-    published = {MAIN: said.trunk, MODULES: said.module, COPIES: said.copies}
+    published = {MAIN: output.trunk, MODULES: output.module, COPIES: output.copies}
     assert {p: n / 1e9 for p, n in found.items()} == pytest.approx(published, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_active_parameters(name: str) -> None:
     """All but those of the experts that a token does not choose."""
-    c, said = raw_config(name), MODELS[name]
+    c, output = raw_config(name), MODELS[name]
     experts = c.get("n_routed_experts", 0) - c.get("num_experts_per_tok", 0)
     idle = 3 * c["hidden_size"] * c.get("moe_intermediate_size", 0) * experts
-    active = counted(c)[MAIN] - (said.layers - said.dense) * idle
-    assert active / 1e9 == pytest.approx(said.active, rel=1e-3)
+    active = counted(c)[MAIN] - (output.layers - output.dense) * idle
+    assert active / 1e9 == pytest.approx(output.active, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,15 +207,15 @@ def test_kimi_in_fp8() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes(name: str) -> None:
-    config, said = config_of(name), MODELS[name]
+    config, output = config_of(name), MODELS[name]
     family, modules = family_of(config), config.num_nextn_predict_layers
-    assert family.name == said.family
-    assert (config.num_hidden_layers, modules) == (said.layers, int(said.module > 0))
-    assert family.cache_widths(config, ALONE) == [said.width] * (said.layers + modules)
-    experts = getattr(config, "moe_layers", (False,) * (said.layers + modules))
-    sparse = (True,) * (said.layers - said.dense + modules) if is_moe(raw_config(name)) else ()
-    assert experts[: said.dense] == (False,) * said.dense
-    assert experts[said.dense :] == (sparse or (False,) * modules)
+    assert family.name == output.family
+    assert (config.num_hidden_layers, modules) == (output.layers, int(output.module > 0))
+    assert family.cache_widths(config, ALONE) == [output.width] * (output.layers + modules)
+    experts = getattr(config, "moe_layers", (False,) * (output.layers + modules))
+    sparse = (True,) * (output.layers - output.dense + modules) if is_moe(raw_config(name)) else ()
+    assert experts[: output.dense] == (False,) * output.dense
+    assert experts[output.dense :] == (sparse or (False,) * modules)
     assert config.mtp == DEEPSEEK or isinstance(config, MimoConfig)
 
 

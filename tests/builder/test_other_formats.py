@@ -46,8 +46,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         programs = EagerPrograms(Plan(model.config, nextn, drafter, 1, 200, CHUNK), model)
         run = Run(programs, plain, nextn, drafter, CHUNK, np.random.default_rng(0))
         tokens, _ = run.steps(PROMPT, STEPS)
-        said = tokens[len(PROMPT) :]
-        assert said == transformers_greedy(theirs, PROMPT, len(said))
+        output = tokens[len(PROMPT) :]
+        assert output == transformers_greedy(theirs, PROMPT, len(output))
 
 
 def changed(to: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -49,9 +49,9 @@ def test_text_is_what_plain_decoding_gives(
     """Greedy and sampled, for every nextn and drafter; drafts are accepted all the same."""
     accepted = 0
     with Engine.load(predictable_engine(*kind), threads=1) as loaded:
-        for params, said in zip(SETTINGS, texts, strict=True):
+        for params, output in zip(SETTINGS, texts, strict=True):
             results = loaded.generate(PROMPTS, params)
-            assert [result.token_ids for result in results] == said
+            assert [result.token_ids for result in results] == output
             for result in results:
                 accepted += result.metrics.speculative_decoding.num_accepted_draft_tokens
     assert bool(accepted) == (kind != (0,))
@@ -64,8 +64,8 @@ def test_an_adaptive_engine(
     """Steps of any number of drafts write the same history."""
     engine = predictable_engine("auto", max_batch=3)
     with Engine.load(engine, threads=1) as loaded:
-        for params, said in zip(SETTINGS[2:4], texts[2:4], strict=True):
-            assert [r.token_ids for r in loaded.generate(PROMPTS, params)] == said
+        for params, output in zip(SETTINGS[2:4], texts[2:4], strict=True):
+            assert [r.token_ids for r in loaded.generate(PROMPTS, params)] == output
 
 
 def test_requests_share_slots(

@@ -81,9 +81,9 @@ def check_branches(
     size, states = programs.plan.config.vocab_size, state_specs(programs.plan)
     prompt, service = [t % size for t in tokens(1, 20)], pooled(programs, chunk=chunk)
     cold = Service(programs, chunk)
-    said = [t for _, emitted, _ in cold.answer(prompt, 8) for t in emitted]
+    output = [t for _, emitted, _ in cold.answer(prompt, 8) for t in emitted]
     service.answer(prompt)
-    known, ahead = prompt + said[:8], programs.lookahead
+    known, ahead = prompt + output[:8], programs.lookahead
     carried = ahead if any(s.name == "past_hidden" for s in states) else 0
 
     def check(asked: list[int], where: str, most: int) -> list[int]:
@@ -98,9 +98,9 @@ def check_branches(
         other, new = [(t + 1) % size for t in known[c:]][:2], [t % size for t in tokens(c, 6)]
         second, where = [*known[:c], *other, new[0]], f"{c} tokens in common"
         reused = 0 if service.cache.recurrent else min(c - ahead, 27, len(second) - 1 - carried)
-        said = check(second, where, len(second) - 1 - max(0, reused))
+        output = check(second, where, len(second) - 1 - max(0, reused))
         check(second, f"{where}, again", carried)
-        check(said + new, f"{where}, gone on with", len(said + new) - len(second) + carried)
+        check(output + new, f"{where}, gone on with", len(output + new) - len(second) + carried)
     check(known, "the first one, gone on with", 8 + carried)
 
 

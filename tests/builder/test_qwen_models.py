@@ -86,24 +86,24 @@ LARGE = ("qwen3.5-122b-a10b", "qwen3.5-397b-a17b")  # the layers of a smaller on
     "name", [pytest.param(n, marks=[pytest.mark.full] if n in LARGE else []) for n in MODELS]
 )
 def test_parameters(name: str) -> None:
-    layout, said = find_layout(name, None), MODELS[name]
+    layout, output = find_layout(name, None), MODELS[name]
     wanted = counted(sizes_of(name)[0])
     found = sum_portions(layout, count_classes(layout, ALONE))
     assert {part: found[part].parameters for part in wanted} == wanted
-    total = sum(wanted.values()) / 1e9 + said.tower
-    assert total == pytest.approx(said.total, rel=6e-3, abs=0.01)
+    total = sum(wanted.values()) / 1e9 + output.tower
+    assert total == pytest.approx(output.total, rel=6e-3, abs=0.01)
     recipe = find_recipe(name)
     assert recipe is not None
     assert recipe.download == round(sum(portion.bytes for portion in found.values()) / 1e9)
 
 
-@pytest.mark.parametrize("name", [name for name, said in MODELS.items() if said.active])
+@pytest.mark.parametrize("name", [name for name, output in MODELS.items() if output.active])
 def test_active_parameters(name: str) -> None:
-    c, said = sizes_of(name)[0], MODELS[name]
+    c, output = sizes_of(name)[0], MODELS[name]
     idle = c["num_experts"] - c["num_experts_per_tok"]
     unread = c["num_hidden_layers"] * idle * 3 * c["hidden_size"] * c["moe_intermediate_size"]
-    assert said.active is not None
-    assert (counted(c)[MAIN] - unread) / 1e9 == pytest.approx(said.active, abs=0.9)
+    assert output.active is not None
+    assert (counted(c)[MAIN] - unread) / 1e9 == pytest.approx(output.active, abs=0.9)
 
 
 def test_states_of_the_9b() -> None:

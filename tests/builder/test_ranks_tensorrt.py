@@ -86,11 +86,11 @@ def headline(r1: Path, out: Path, *flags: Any) -> tuple[int, str, str]:
 @pytest.fixture(scope="module")
 def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "engine"
-    code, said, err = headline(r1, out, "--tp", "2")
+    code, output, err = headline(r1, out, "--tp", "2")
     assert (code, err) == (0, "")
-    assert "lower decode rank0 " in said
-    assert "lower decode rank1 " in said
-    assert "trace decode rank1" not in said, "the graph is the same for all"
+    assert "lower decode rank0 " in output
+    assert "lower decode rank1 " in output
+    assert "trace decode rank1" not in output, "the graph is the same for all"
     return out
 
 

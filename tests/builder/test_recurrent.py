@@ -132,8 +132,8 @@ def check_slots(programs: Programs, plain: PlainSumming, nextn: int) -> None:
     slots.step(0, 1, times=2)
     end(0, c)
     end(1, [5])
-    for prompt, said in prompts:
-        assert said == [*prompt, *greedy(plain, prompt, len(said) - len(prompt))], TOKENS
+    for prompt, output in prompts:
+        assert output == [*prompt, *greedy(plain, prompt, len(output) - len(prompt))], TOKENS
 
 
 @pytest.mark.parametrize("nextn", [0, 1, 2, pytest.param(3, marks=pytest.mark.full)])
@@ -175,8 +175,8 @@ def check_engine(engine: Path, plain: PlainSumming) -> None:
     check_slots(load_programs(engine, manifest, threads=1), plain, manifest.build.nextn)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(0, CONFIG["vocab_size"], n).tolist() for n in (9, 1, 2, 14, 5)]
-    for prompt, said in zip(prompts, greedy_ids(engine, prompts, 20), strict=True):
-        assert said == greedy(plain, prompt, 20), TOKENS
+    for prompt, output in zip(prompts, greedy_ids(engine, prompts, 20), strict=True):
+        assert output == greedy(plain, prompt, 20), TOKENS
 
 
 def test_prefixes_are_copies(plain: PlainSumming) -> None:

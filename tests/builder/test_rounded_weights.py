@@ -157,8 +157,8 @@ def test_an_engine_in_floats(
     request = verify.VerifyRequest(built.folder, model=str(folders["fp8"]))
     baseline = verify.find_baseline(request, built.manifest, print)
     assert read_manifest(baseline).build.weights == "float32"
-    said = played(built.folder, PROMPTS)
-    assert judge_texts(load_plain(folders["fp8"], scheme=IN_FLOATS), PROMPTS, said).passed
+    output = played(built.folder, PROMPTS)
+    assert judge_texts(load_plain(folders["fp8"], scheme=IN_FLOATS), PROMPTS, output).passed
 
 
 def test_a_dry_run(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -65,13 +65,13 @@ def test_recipes_that_fit() -> None:
 def test_an_engine_is_built_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"Go on\? There is no terminal to ask on: add --yes"):
         make_engine("DeepSeek-Tiny", False)
-    said = capsys.readouterr()
-    assert "It fetches nothing, and builds one of 40.72 MB" in said.err
+    output = capsys.readouterr()
+    assert "It fetches nothing, and builds one of 40.72 MB" in output.err
     assert not Path("engines").exists()
     assert make_engine("deepseek:tiny", True) == Path("engines/tiny_n3")
     assert read_manifest(Path("engines/tiny_n3")).build.weights == "float32"
-    said = capsys.readouterr()
-    assert said.out == ""  # which is for the answer
+    output = capsys.readouterr()
+    assert output.out == ""  # which is for the answer
     assert make_engine("deepseek-tiny", False) == Path("engines/tiny_n3")
     assert capsys.readouterr().err == "deepseek-tiny: engines/tiny_n3\n"
 

@@ -322,14 +322,14 @@ class TestWeightsPutBack:
             len((stripped / "decode.engine").read_bytes())
             < (engine / "decode.engine").stat().st_size
         )
-        said = []
+        output = []
         for folder, manifest in ((engine, read_manifest(engine)), (stripped, described(stripped))):
             programs = tensorrt.load(folder, manifest, None)
             programs.prefill(0, 0, np.array([5, 6, 7, 8]))
             programs.begin(0, 3, 8)
             steps = [programs.step(np.array([True, False]), 20).tokens.copy() for _ in range(4)]
-            said.append(np.stack(steps).tolist())
-        assert said[0] == said[1]
+            output.append(np.stack(steps).tolist())
+        assert output[0] == output[1]
 
     @pytest.mark.parametrize("damage", ["missing", "another size"])
     def test_weights_that_do_not_fit(self, stripped: Path, damage: str) -> None:

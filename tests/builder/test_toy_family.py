@@ -92,8 +92,8 @@ def test_the_registry(folder: Path) -> None:
         "GlmMoeDsaForCausalLM (model_type glm_moe_dsa), "
         "Glm4MoeForCausalLM (model_type glm4_moe), MiMoForCausalLM (model_type mimo), "
     )
-    said = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(model_type toy\)"
-    with pytest.raises(CheckpointError, match=said):
+    output = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(model_type toy\)"
+    with pytest.raises(CheckpointError, match=output):
         find_family({"architectures": ["Other"]})
 
 

@@ -95,9 +95,9 @@ def test_gradients_are_those_of_the_whole_loss(
     for j, (k, g) in enumerate(run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle), 1):
         for row, first in enumerate(batch.first.tolist()):
             for q in range(first, 12 - j):
-                said = plain.logits(hidden[row, q + j]) * training.SHARPNESS
+                output = plain.logits(hidden[row, q + j]) * training.SHARPNESS
                 drafted = plain.draft_logits(k, g[row, q]).log_softmax(-1)
-                losses.append(-(said.softmax(-1) * drafted).sum())
+                losses.append(-(output.softmax(-1) * drafted).sum())
     loss = torch.stack(losses).mean()
     assert found == pytest.approx(loss.item(), rel=1e-4)
     whole = torch.autograd.grad(loss, weights, materialize_grads=True)
@@ -272,8 +272,8 @@ def test_refusals(
     given = {"--model": str(folder), "--data": "prompts.jsonl", "--out": "head"}
     given |= dict(zip(flags[::2], flags[1::2], strict=True))
     code = 1 if "--out" in flags else 2
-    said = refusal("tune-head", *chain.from_iterable(given.items()), code=code)
-    assert why in said
+    output = refusal("tune-head", *chain.from_iterable(given.items()), code=code)
+    assert why in output
     assert not [*tmp_path.glob(".*")]
 
 
@@ -284,8 +284,8 @@ def test_what_no_machine_has_and_no_module_can(
     folder, plain = forgetful(tmp_path)
     command = ("tune-head", "--data", data_of(tmp_path), "--out", tmp_path / "head", "--model")
     monkeypatch.setattr(tune_head, "physical_memory", lambda: 10**6)
-    said = refusal(*command, folder)
-    assert "MB of memory, and this machine has 1.00 MB: --lora 16 takes less" in said
+    output = refusal(*command, folder)
+    assert "MB of memory, and this machine has 1.00 MB: --lora 16 takes less" in output
     glm = save_family(tmp_path / "glm", "glm-5", make_family("glm-5"))
     assert "--nextn 1 --drafter mtp-vanilla" in refusal(*command, glm)
     assert EAGLE.memory(plain) > replace(EAGLE, lora=1).memory(plain)

@@ -243,8 +243,8 @@ def test_the_command_line(engine: Path, site_packages: Path, tmp_path: Path) -> 
     with Engine.load(engine, threads=1) as loaded:
         wanted = list(loaded.generate(PROMPT, typical_params(EASY)).token_ids)
     assert json.loads(done.stdout)["token_ids"] == wanted
-    said = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])["params"]
-    assert (said["acceptance"], said["acceptance_settings"]) == ("typical", EASY)
+    output = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])["params"]
+    assert (output["acceptance"], output["acceptance_settings"]) == ("typical", EASY)
 
 
 def test_an_engine_says_which_rules_it_has(engine: Path, predictable_engine: EngineBuilder) -> None:

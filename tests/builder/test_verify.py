@@ -184,8 +184,8 @@ def test_an_exact_engine_passes() -> None:
     assert {each.verdict for each in found.values()} == {"passed"}
     assert found[GREEDY].detail == "4 texts equal to the bit, 160 tokens"
     ways = ", ".join((*ISAS, "1 thread", "2 threads"))
-    said = f"4 texts equal to the bit, 64 tokens each: {ways}"
-    assert found[MACHINE].detail == said
+    output = f"4 texts equal to the bit, 64 tokens each: {ways}"
+    assert found[MACHINE].detail == output
 
 
 def test_an_exact_engine_may_not_round() -> None:
@@ -220,8 +220,8 @@ def test_a_baseline_is_of_the_engines_target(
         raise BuildError("no compiler is here")
 
     with quick_target("inductor", check_machine=no_compiler):
-        said = no_baseline(request, manifest_in("float32"))
-    assert said == "there is no nextn 0 engine, and no compiler is here: give --against"
+        output = no_baseline(request, manifest_in("float32"))
+    assert output == "there is no nextn 0 engine, and no compiler is here: give --against"
 
 
 # The arithmetic
@@ -407,8 +407,8 @@ def test_a_baseline_is_built(
 
     manifest = toy_engine(Toy).manifest
     request = module.VerifyRequest(Path("e"))
-    said = no_baseline(request, manifest)
-    assert said == "no recipe is called fake: give --against or --model"
+    output = no_baseline(request, manifest)
+    assert output == "no recipe is called fake: give --against or --model"
     found = built(module.VerifyRequest(Path("e"), model=str(smallest)), manifest)
     assert (found.model.name, found.build.nextn, found.build.layers) == ("small", 0, None)
     model = manifest.model.model_copy(update={"name": "deepseek-tiny-layers1-2"})

@@ -58,14 +58,14 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
 def test_gptq(bits: int, version: str) -> None:
     order = torch.randint(0, 4, (128,))
     zeros = torch.randint(0, 2**bits - 1, (4, 32))
-    said = {"checkpoint_format": version}
-    format, parts, codes, scales = gptq(bits, zeros, order, desc_act=True, **said)
+    output = {"checkpoint_format": version}
+    format, parts, codes, scales = gptq(bits, zeros, order, desc_act=True, **output)
     wanted = (codes - zeros[order] - int(version == "gptq")).float() * scales.float()[order]
     assert format.kept is format
     assert format.fault(parts) is None
     assert torch.equal(format.decode(parts), wanted.T)
     # In the order of their groups, integers are kept with their zero points.
-    format, parts, *_ = gptq(bits, zeros, torch.arange(128) // 32, **said)
+    format, parts, *_ = gptq(bits, zeros, torch.arange(128) // 32, **output)
     assert format.kept is MOVED[max(bits, 4)]
     held = format.kept.decode(format.keep("x", parts))
     assert torch.equal(held.view(32, 128), format.decode(parts))

@@ -58,9 +58,9 @@ def as_gptq(plain: Path, folder: Path, group: int) -> Path:
         tensors[f"{at}qzeros"] = words(zeros.T - 1, 1)
         tensors[f"{at}scales"] = scales.T.contiguous()
     raw = json.loads((plain / "config.json").read_text())
-    said = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False}
+    output = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": output}))
     save_file(tensors, folder / SINGLE)
     return folder
 

@@ -22,8 +22,8 @@ def test_parity(
 ) -> None:
     engine = build_engine("deepseek-tiny", nextn, max_batch=batch, portable=True)
     asked = SamplingParams(max_tokens=96, **params)  # type: ignore[arg-type]
-    said = []
+    output = []
     for provider in ("cpu", "cuda"):
         with Engine.load(engine, provider=provider) as loaded:
-            said.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
-    assert said[0] == said[1]
+            output.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
+    assert output[0] == output[1]

@@ -41,8 +41,8 @@ def test_parity(
     build_engine: EngineBuilder,
 ) -> None:
     asked = SamplingParams(max_tokens=96, **params)  # type: ignore[arg-type]
-    said = []
+    output = []
     for own in ({}, flags):
         with Engine.load(build_engine("deepseek-tiny", nextn, max_batch=batch, **own)) as loaded:
-            said.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
-    assert said[0] == said[1]
+            output.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
+    assert output[0] == output[1]

@@ -202,8 +202,8 @@ def test_other_processors_of_this_kind(
         pytest.skip("this machine is no x86-64")
     qemu = ["qemu-x86_64-static", "-cpu", processor, *own]
     some = [case for case in cases if case.op == "Product"][:5]
-    [said, *_] = replay(qemu, some, "neon")
-    assert said == f"MTPBUILD_CPU_ISA is neon; this machine has {sets}"
+    [output, *_] = replay(qemu, some, "neon")
+    assert output == f"MTPBUILD_CPU_ISA is neon; this machine has {sets}"
     assert not differences(some, replay(qemu, some), replay(own, some))
 
 
@@ -250,7 +250,7 @@ def test_damage(isa: str, sanitized: Command, cases: list[Case], chained: list[C
     errors = 0
     for part in range(seed, seed + CALLS // PART):
         drawn = [*damaged(cases, PART * 2 // 3, part), *damaged(chained, PART // 3, part)]
-        said = [each for each in replay(sanitized, drawn, isa) if isinstance(each, str)]
-        assert not any("\n" in line for line in said)
-        errors += len(said)
+        output = [each for each in replay(sanitized, drawn, isa) if isinstance(each, str)]
+        assert not any("\n" in line for line in output)
+        errors += len(output)
     assert 0.2 < errors / CALLS < 0.9

@@ -337,8 +337,8 @@ def test_messages_have_no_flags() -> None:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         values = (node.value for node in nodes if isinstance(node, ast.Constant))
         for text in (value for value in values if isinstance(value, str)):
-            said = re.sub("`[^`]*`", "", text)  # without whole commands
-            assert not re.search(r"--[a-z]", said), f"{path}: {said}"
+            output = re.sub("`[^`]*`", "", text)  # without whole commands
+            assert not re.search(r"--[a-z]", output), f"{path}: {output}"
             seen += 1
     assert seen > 2000
 

@@ -218,5 +218,5 @@ def test_steps_overlap_on_gpus(ranks: list[AnyPrograms]) -> None:
         active = np.array([True, False, True, False])
         lands = [programs.launch(active, 16) for _ in range(3)][1:]
         own = slice(programs._rank * SLOTS, programs._rank * SLOTS + 1)
-        said = [land().tokens[own, 0].tolist() for land in lands]
-        assert said == [[[12], [13]], [[32], [33]]][programs._rank]
+        output = [land().tokens[own, 0].tolist() for land in lands]
+        assert output == [[[12], [13]], [[32], [33]]][programs._rank]

@@ -136,7 +136,7 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
      StepControls(rule={"typical": True, "typical_epsilon": 0.3})],
 )  # fmt: skip
 def test_controls_reach_other_ranks_as_they_are(controls: StepControls) -> None:
-    said = json.dumps(["begin", 0, controls], default=_encode_value)
-    *_, received = json.loads(said, object_hook=_decode_value)
+    output = json.dumps(["begin", 0, controls], default=_encode_value)
+    *_, received = json.loads(output, object_hook=_decode_value)
     assert received == controls
     assert received.plain == controls.plain

@@ -66,8 +66,8 @@ def blog(tmp_path: Path) -> Path:
 
 
 def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine_dir: Path) -> None:
-    said = f"note: --config {blog}:"
-    notes = [f"{said} {key}: no effect" for key in ("use_cuda_graph", "moe_backend")]
+    output = f"note: --config {blog}:"
+    notes = [f"{output} {key}: no effect" for key in ("use_cuda_graph", "moe_backend")]
     for flag in ("--config", "--extra_llm_api_options", "--extra-llm-api-options"):
         code, _, err = invoke("build", "--model", "x", flag, blog)
         assert (code, err.splitlines()) == (0, notes)

@@ -261,7 +261,7 @@ def test_a_forked_process_is_told() -> None:
         next(running)
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
-            said = list[str]()
+            output = list[str]()
             for call in (
                 lambda: asyncio.run(ask()),
                 lambda: engine.generate(VICTIM),
@@ -270,16 +270,16 @@ def test_a_forked_process_is_told() -> None:
                 try:
                     call()
                 except EngineError as error:
-                    said.append(str(error))
+                    output.append(str(error))
             engine.close()
-            said.append(str(engine.failure))
-            os.write(writing, "\n".join(said).encode())
+            output.append(str(engine.failure))
+            os.write(writing, "\n".join(output).encode())
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading) as pipe:
-            said = pipe.read().splitlines()
+            output = pipe.read().splitlines()
         os.waitpid(child, 0)
-        assert said == [driver_module.FORKED] * 4
+        assert output == [driver_module.FORKED] * 4
         assert running.result().token_ids == continuation(VICTIM, 20)
 
 

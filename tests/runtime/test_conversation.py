@@ -95,10 +95,10 @@ def test_the_system_message() -> None:
 def test_a_full_context_drops_the_oldest_turns_and_says_so() -> None:
     """Down to half of it, so that the next turns find their beginning in the prefix cache."""
     talk = Talk(SamplingParams(8), max_seq_len=200)
-    said = [talk(f"question {number} {'x' * 30}") for number in range(12)]
-    dropped = [number for number, line in enumerate(said) if line]
+    output = [talk(f"question {number} {'x' * 30}") for number in range(12)]
+    dropped = [number for number, line in enumerate(output) if line]
     assert dropped
-    assert "the context of 200 tokens is full; old turns dropped: " in said[dropped[0]]
+    assert "the context of 200 tokens is full; old turns dropped: " in output[dropped[0]]
     assert min(b - a for a, b in itertools.pairwise(dropped)) > 1
     assert talk.questions[-1].startswith("question 11")
     assert talk.prompts[-1].startswith(f"[user] {talk.questions[0]}")
@@ -148,8 +148,8 @@ def test_regenerate_answers_the_last_question_again() -> None:
 
 def test_edit_takes_the_last_question_back() -> None:
     talk = Talk()
-    said = talk("one", "two\nlines", "/edit", "/stats")
-    assert "context: 0 of 4,000 tokens; turns: 1" in said
+    output = talk("one", "two\nlines", "/edit", "/stats")
+    assert "context: 0 of 4,000 tokens; turns: 1" in output
     assert (talk.now.draft, talk.questions) == ("two\nlines", ["one"])
     talk("/edit")
     assert (talk.now.draft, talk.questions) == ("one", [])
@@ -165,8 +165,8 @@ def test_edit_takes_the_last_question_back() -> None:
 def test_a_file_goes_before_the_next_question(tmp_path: Path) -> None:
     (tmp_path / "my notes.txt").write_text("größer\n/help\n", encoding="utf-8")
     talk = Talk()
-    said = talk(f"/file {tmp_path}/my notes.txt")
-    assert said == "my notes.txt: 13 characters, sent with the next question"
+    output = talk(f"/file {tmp_path}/my notes.txt")
+    assert output == "my notes.txt: 13 characters, sent with the next question"
     talk("What is it?")
     whole = '<file name="my notes.txt">\ngrößer\n/help\n\n</file>\n\n'
     assert talk.questions == [f"{whole}What is it?"]
@@ -217,9 +217,9 @@ def test_a_file_that_is_no_conversation(text: str, message: str, tmp_path: Path)
     talk = Talk()
     talk("hello")
     before = list(talk.now.messages)
-    said = talk(f"/load {tmp_path}/bad")
-    assert said.startswith("error: ")
-    assert message in said
+    output = talk(f"/load {tmp_path}/bad")
+    assert output.startswith("error: ")
+    assert message in output
     assert talk.now.messages == before
 
 

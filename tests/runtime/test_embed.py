@@ -64,9 +64,9 @@ def test_a_client_that_goes_away_ends_its_request(
     assert response.read(5)
     response.close()
     connection.close()
-    deadline, said = time.monotonic() + 5, ""
-    while "Error" not in said and time.monotonic() < deadline:  # the handler's thread says so
+    deadline, output = time.monotonic() + 5, ""
+    while "Error" not in output and time.monotonic() < deadline:  # the handler's thread says so
         time.sleep(0.01)
-        said += capfd.readouterr().err
+        output += capfd.readouterr().err
     assert engine.stats.requests_running == 0
     assert engine.stats.output_tokens < 3000

@@ -70,23 +70,23 @@ def test_a_list_of_prompts_gives_a_list_of_results() -> None:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(
-    ("said", "thought", "content"),
+    ("output", "thought", "content"),
     [("<think>def hello</think>return", "def hello", "return"), ("world", "", "world")],
 )
 def test_a_chats_thought_and_text_are_apart(
-    special: bool, said: str, thought: str, content: str
+    special: bool, output: str, thought: str, content: str
 ) -> None:
     """Whether `<think>` and `</think>` are special tokens, which texts leave out, or plain ones."""
     backend = backend_tokenizer()
     (backend.add_special_tokens if special else backend.add_tokens)(["<think>", "</think>"])
     tokenizer, messages = fake_tokenizer(backend), [{"role": "user", "content": "hi"}]
-    tokens = tokenizer.encode(said, add_special_tokens=False)
+    tokens = tokenizer.encode(output, add_special_tokens=False)
     ids = tokenizer.encode(tokenizer.chat_prompt(messages), add_special_tokens=False)
     says = scripted(len(ids), tokens)
     engine, _ = fake_engine(tokenizer, max_seq_len=99, vocab_size=330, next_token=says)
     answer = engine.chat(messages, SamplingParams(len(tokens)))
     assert (answer.reasoning_content, answer.content) == (thought, content)
-    assert answer.text == said
+    assert answer.text == output
     named = {"reasoning_content": thought} if thought else {}
     assert answer.message == {"role": "assistant", "content": content} | named
 

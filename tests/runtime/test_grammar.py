@@ -97,12 +97,12 @@ def test_masks_follow_the_drafts(form: str, grammars: Grammars) -> None:
 def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) -> tuple[int, int]:
     """How many tokens were forced, and in how many steps drafts were replaced."""
     grammar, oracle = grammars.matcher(form, GREEDY), grammars._compile(form)
-    said: list[int] = []
+    output: list[int] = []
     forced = replaced = 0
-    while EOS not in said and len(said) < 60:
+    while EOS not in output and len(output) < 60:
         drafts: list[int] = []
         for _ in range(int(rng.integers(4))):
-            good = follow(oracle, said + drafts) if EOS not in drafts else [EOS]
+            good = follow(oracle, output + drafts) if EOS not in drafts else [EOS]
             drafts.append(int(rng.choice(good)) if rng.random() < 0.8 else 77)
             if drafts[-1] not in good:
                 break
@@ -115,15 +115,15 @@ def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) 
             allowed = bits(window.allowed[row])
             if EOS in path or len(allowed) > VOCABULARY - 1:  # unreachable, so free
                 break
-            assert allowed == follow(oracle, said + path), "as if they had been taken"
+            assert allowed == follow(oracle, output + path), "as if they had been taken"
             if row < len(window.drafts) and row >= window.kept:
                 assert allowed == [window.drafts[row]], "a forced token is the only one"
                 forced += 1
             if row < len(window.drafts) and window.drafts[row] not in allowed:
                 break
         replaced += window.kept < len(drafts)
-        token = int(rng.choice(follow(oracle, said)))
-        said.append(token)
+        token = int(rng.choice(follow(oracle, output)))
+        output.append(token)
         if token != EOS:
             grammar.take(token)
     return forced, replaced
@@ -203,13 +203,13 @@ WIDE = {"enum": [f"{i:x}" * 9 for i in range(6000)]}
 )  # fmt: skip
 def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars: Grammars) -> None:
     """One line with llguidance's reason, and soon."""
-    began, said = time.process_time(), None
+    began, output = time.process_time(), None
     try:
         grammars.matcher(StructuredOutputs(**asked), GREEDY).next_constraint([])
     except RequestError as error:
-        said = str(error)
-    assert (said is None) == (says is None)
-    assert says is None or (says in str(said) and "\n" not in str(said))
+        output = str(error)
+    assert (output is None) == (says is None)
+    assert says is None or (says in str(output) and "\n" not in str(output))
     assert time.process_time() - began < 5
 
 
@@ -289,14 +289,14 @@ def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
 
 def test_json_has_no_white_space(grammars: Grammars, backend: tokenizers.Tokenizer) -> None:
     grammar: GrammarMatcher = grammars.matcher(JSON, GREEDY)
-    said: list[int] = []
+    output: list[int] = []
     for _ in itertools.count():
         token = bits(grammar.next_constraint([]).allowed[0])[-1]
         if token == EOS:
             break
-        said.append(token)
+        output.append(token)
         grammar.take(token)
-    text = backend.decode(said)
+    text = backend.decode(output)
     assert text == json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
 
 
@@ -328,14 +328,14 @@ def test_anything_is_followed_or_refused(
     kind: str, value: Any, text: str, grammars: Grammars
 ) -> None:
     asked = {"json": value, "choice": [text, text]}.get(kind, text)
-    said, allowed = "", [0]
+    output, allowed = "", [0]
     try:
         matcher = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY)
         window = matcher.next_constraint([7, 8])
         allowed = bits(window.allowed[0])
     except RequestError as error:
-        said = str(error)
-    assert "\n" not in said
+        output = str(error)
+    assert "\n" not in output
     assert allowed, "a token is always allowed"
 
 

@@ -223,16 +223,16 @@ def random_schema(rng: np.random.Generator, depth: int) -> Any:
 
 def walked(asked: LLMatcher, rng: np.random.Generator) -> str | None:
     """Return a random text of a grammar, with many special bytes; None if it has no end."""
-    said = bytearray()
-    while len(said) < 600:
+    output = bytearray()
+    while len(output) < 600:
         mask = np.frombuffer(asked.compute_bitmask(), np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
         if END in allowed and (len(allowed) == 1 or rng.random() < 0.3):
-            return said.decode()
+            return output.decode()
         allowed = allowed[allowed != END]
         special = [token for token in allowed if token in b'"\\]},0']
         token = int(rng.choice(special if special and rng.random() < 0.4 else allowed))
-        said.append(token)
+        output.append(token)
         assert asked.consume_token(token)
     return None
 

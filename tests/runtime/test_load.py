@@ -72,7 +72,7 @@ def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("system", "machine", "said"),
+    ("system", "machine", "output"),
     [
         ("Linux", "x86_64", ""),
         ("Linux", "aarch64", "kernels have run on an emulated ARM processor alone; `mtpbuild ver"),
@@ -83,7 +83,7 @@ def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -
 def test_where_kernels_were_not_tried(
     system: str,
     machine: str,
-    said: str,
+    output: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -94,8 +94,8 @@ def test_where_kernels_were_not_tried(
     for _ in range(2):
         assert cpu_library.library_for(cpu_library.LAYOUT, Path("engine")).is_file()
     cpu_library._say_where_untried.cache_clear()
-    assert len(caplog.messages) == bool(said)
-    assert said in caplog.text
+    assert len(caplog.messages) == bool(output)
+    assert output in caplog.text
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

@@ -89,16 +89,16 @@ def test_any_order_gives_each_prompt_its_own_tokens(
 def test_48_conversations_of_4_turns_over_8_slots() -> None:
     """Every later turn finds all of its last one, but for what is always filled in."""
     own, turns, rng = Fakes(48 * 400, slots=8), 4, random.Random(0)
-    said: list[list[int]] = [[rng.randint(2, 99) for _ in range(40)] for _ in range(48)]
+    output: list[list[int]] = [[rng.randint(2, 99) for _ in range(40)] for _ in range(48)]
     for turn in range(turns):
         order = rng.sample(range(48), 48)
         params = [SamplingParams(max_tokens=rng.randint(5, 40)) for _ in order]
-        results = own.engine.generate([said[c] for c in order], params)
+        results = own.engine.generate([output[c] for c in order], params)
         for c, result in zip(order, results, strict=True):
-            assert result.token_ids == continuation(said[c], len(result.token_ids))
-            kept = len(said[c]) - 7 if turn else 0
+            assert result.token_ids == continuation(output[c], len(result.token_ids))
+            kept = len(output[c]) - 7 if turn else 0
             assert result.metrics.cached_tokens >= kept, (turn, c)
-            said[c] = [*said[c], *result.token_ids, *(rng.randint(2, 99) for _ in range(5))]
+            output[c] = [*output[c], *result.token_ids, *(rng.randint(2, 99) for _ in range(5))]
     own.check()
 
 
@@ -207,16 +207,16 @@ def test_a_failed_step_leaves_the_pool() -> None:
 
 def test_a_conversation_fills_in_what_is_new() -> None:
     """Ten turns; each prompt is all that was said before, and five tokens more."""
-    own, said = Fakes(1000, slots=1, length=200), list[int]()
+    own, output = Fakes(1000, slots=1, length=200), list[int]()
     for turn in range(10):
-        said += range(20 * turn, 20 * turn + 5)
-        known = len(said) - 5
-        result = own.engine.generate(said, SamplingParams(max_tokens=6))
-        assert result.token_ids == continuation(said, 6)
+        output += range(20 * turn, 20 * turn + 5)
+        known = len(output) - 5
+        result = own.engine.generate(output, SamplingParams(max_tokens=6))
+        assert result.token_ids == continuation(output, 6)
         # The last known token is in no row, the last of the prompt needs none.
         assert own.filled() == (4 if turn == 0 else 5)
         assert result.metrics.cached_tokens == max(0, known - 1)
-        said += result.token_ids
+        output += result.token_ids
     own.check()
 
 

@@ -77,11 +77,11 @@ def test_any_damage_is_a_typed_error_or_harmless(n3: Path, data: st.DataObject) 
         folder = Path(scratch) / "engine"
         shutil.copytree(n3, folder, copy_function=os.link)  # `damage` replaces, never rewrites
         damage(folder, data)
-        said, tokens = "", []
+        output, tokens = "", []
         try:
             with Engine.load(folder) as engine:
                 tokens = engine.generate([5], SamplingParams(max_tokens=2)).token_ids
         except MtpbuildError as error:
-            said = str(error)
-        assert bool(said) != bool(tokens)
-        assert "\n" not in said
+            output = str(error)
+        assert bool(output) != bool(tokens)
+        assert "\n" not in output

@@ -65,8 +65,8 @@ def test_params_are_those_of_flags_and_configuration() -> None:
     with pytest.raises(UsageError, match="--acceptance strict contradicts"):
         sampling_params(SamplingFlags(acceptance="strict"), {"rejection_sample_method": "standard"})
     rates = SamplingFlags(rejection_sample_method="synthetic", synthetic_acceptance_rates="0.9,0.5")
-    said = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.5)}
-    for each in (sampling_params(rates, {}), sampling_params(rates, said)):
+    output = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.5)}
+    for each in (sampling_params(rates, {}), sampling_params(rates, output)):
         assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
     with pytest.raises(UsageError, match=r"synthetic contradicts .* block"):
         sampling_params(rates, {"rejection_sample_method": "block"})

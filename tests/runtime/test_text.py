@@ -30,8 +30,8 @@ def test_any_tokens_give_what_decoding_all_at_once_gives(tokens: list[int]) -> N
 @given(st.text())
 def test_any_text_comes_back(text: str) -> None:
     tokens = TOKENIZER.encode(text)
-    said = "".join(pieces(TextStream(TOKENIZER, ()), tokens))
-    assert said == text.replace("<s>", "").replace("</s>", "")
+    output = "".join(pieces(TextStream(TOKENIZER, ()), tokens))
+    assert output == text.replace("<s>", "").replace("</s>", "")
 
 
 def test_a_character_comes_when_its_last_byte_has_come() -> None:

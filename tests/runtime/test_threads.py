@@ -46,9 +46,11 @@ def test_a_thread_for_each_core(
     assert physical_cores(machine(tmp_path, siblings, quota), usable) == threads
 
 
-@pytest.mark.parametrize(("said", "limit"), [("1", 1), ("1000", 1000), ("many", 1000), ("", 1000)])
-def test_a_limit_that_others_obey(monkeypatch: pytest.MonkeyPatch, said: str, limit: int) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", said)
+@pytest.mark.parametrize(
+    ("output", "limit"), [("1", 1), ("1000", 1000), ("many", 1000), ("", 1000)]
+)
+def test_a_limit_that_others_obey(monkeypatch: pytest.MonkeyPatch, output: str, limit: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", output)
     assert default_threads() == min(physical_cores(), limit)
 
 

@@ -26,11 +26,11 @@ NASTY = "</script><script>alert(1)</script><!-- é漢🚀\n\tx  y"
 
 def nasty_engine() -> tuple[Engine, list[int]]:
     """Says NASTY, then the end of sequence; the drafts after it are wrong."""
-    said = [*fake_tokenizer().encode(NASTY, add_special_tokens=False), EOS]
+    output = [*fake_tokenizer().encode(NASTY, add_special_tokens=False), EOS]
     engine, _ = fake_engine(
-        next_token=scripted(1, said), draft_is_right=lambda position: position % 5 != 0
+        next_token=scripted(1, output), draft_is_right=lambda position: position % 5 != 0
     )
-    return engine, said
+    return engine, output
 
 
 class Scripts(HTMLParser):
@@ -69,12 +69,12 @@ def page_data(page: str) -> Any:
 @pytest.fixture
 def traced(tmp_path: Path) -> tuple[str, list[dict[str, Any]]]:
     """Return a page, and the lines of the same run."""
-    engine, said = nasty_engine()
+    engine, output = nasty_engine()
     params = SamplingParams(max_tokens=60, stop=["never"])
     with engine, Trace(engine, tmp_path / "a.html", tmp_path / "a.jsonl") as trace:
         for name in ("<b>", "second"):
             result = engine.stream([7], params, observer=trace.request(name)).result()
-            assert (result.token_ids, result.text) == (said, NASTY)
+            assert (result.token_ids, result.text) == (output, NASTY)
     lines = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     return (tmp_path / "a.html").read_text(encoding="utf-8"), [json.loads(x) for x in lines]
 

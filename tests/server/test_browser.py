@@ -143,4 +143,4 @@ def test_the_policy_refuses_scripts_that_get_into_an_answer(page: Browser) -> No
         page.run("document.querySelector('#turns').innerHTML = '<img src=x onerror=\"attack()\">'")
         page.run("new Promise((go) => setTimeout(go, 200))")
         assert not page.run("window.attacked")
-        assert any("Content Security Policy" in said for said in page.said)
+        assert any("Content Security Policy" in output for output in page.said)

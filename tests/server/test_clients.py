@@ -38,8 +38,8 @@ STRICT = TEMPLATE.replace("['user'", "['system', 'user'")
 
 def rendered(client: httpx2.Client, messages: list[Any], **more: Any) -> str:
     tokens = client.post("/tokenize", json={"messages": messages} | more).json()["tokens"]
-    said: str = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
-    return said
+    output: str = client.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    return output
 
 
 EFFORT = DROPS + "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
@@ -67,17 +67,17 @@ def test_what_a_developer_says_is_in_the_prompt(
 @pytest.mark.parametrize(("template", "more"), [(DROPS, ""), (EFFORT, "effort low")])
 def test_an_effort_reaches_templates_that_ask_for_it(template: str, more: str) -> None:
     """Claude Code and Codex name one to every model."""
-    said = {"role": "user", "content": "hi"}
-    message = {"messages": [said], "output_config": {"effort": "low"}, "max_tokens": 3}
+    output = {"role": "user", "content": "hi"}
+    message = {"messages": [output], "output_config": {"effort": "low"}, "max_tokens": 3}
     response = {"input": "hi", "reasoning": {"effort": "low"}, "max_output_tokens": 3}
     with served(**saying("x", template)) as (server, _), server.client() as client:
-        plain = client.post("/tokenize", json={"messages": [said]}).json()["count"]
+        plain = client.post("/tokenize", json={"messages": [output]}).json()["count"]
         count = plain + len(server.service.engine.encode(more, add_special_tokens=False))
         usage = client.post("/v1/messages", json=message).json()["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
         usage = client.post("/v1/responses", json=response).json()["usage"]
         assert usage["input_tokens"] == count
-        chat = {"messages": [said], "reasoning_effort": "low"}
+        chat = {"messages": [output], "reasoning_effort": "low"}
         assert client.post("/tokenize", json=chat).status_code == (200 if more else 400)
 
 
@@ -109,8 +109,8 @@ def test_tools_of_an_item() -> None:
     item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom"}, space]}
     body = {"input": [item, {"role": "user", "content": "hi"}], "temperature": 0, "stop": "｜end｜"}
     body |= {"top_logprobs": 0, "max_output_tokens": 100}
-    said = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>｜end｜'
-    with served(**saying(said, TOOL_TEMPLATE)) as (server, _), server.client() as client:
+    output = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>｜end｜'
+    with served(**saying(output, TOOL_TEMPLATE)) as (server, _), server.client() as client:
         told = client.post("/v1/responses", json=body)
         assert told.status_code == 200, told.text
         (call,) = told.json()["output"]
@@ -120,8 +120,8 @@ def test_tools_of_an_item() -> None:
 
 def test_thoughts_and_a_text_are_one_message() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}
-    said = {"role": "assistant", "content": "b"}
-    body = {"input": [thought, thought, said, thought]}
+    output = {"role": "assistant", "content": "b"}
+    body = {"input": [thought, thought, output, thought]}
     chat = ResponsesBody.model_validate(body).chat_body()
     assert chat.messages == [
         {"role": "assistant", "reasoning_content": "x\nx", "content": "b"},
@@ -225,12 +225,12 @@ def agent() -> Iterator[httpx2.Client]:
     """Ask a model that says SAID after its first prompt, whatever its length."""
     begins: list[int] = []
     says = saying(SAID, AGENT)
-    said = says["tokenizer"].encode(SAID.removesuffix("｜end｜"), add_special_tokens=False)
+    output = says["tokenizer"].encode(SAID.removesuffix("｜end｜"), add_special_tokens=False)
 
     def next_token(history: Sequence[int]) -> int:
         if not begins:
             begins.append(len(history))
-        return [*said, EOS][(len(history) - begins[0]) % (len(said) + 1)]
+        return [*output, EOS][(len(history) - begins[0]) % (len(output) + 1)]
 
     says["next_token"] = next_token
     with served(**says, max_batch=1) as (server, _), server.client() as client:

@@ -43,11 +43,11 @@ def connected(server: Live, **options: int) -> Iterator[socket.socket]:
 
 def rest(own: socket.socket) -> bytes:
     """Read to the end; a connection that is broken off has ended too."""
-    said = b""
+    output = b""
     with contextlib.suppress(ConnectionResetError):
         while piece := own.recv(65536):
-            said += piece
-    return said
+            output += piece
+    return output
 
 
 def refused(said: bytes, status: int) -> str:
@@ -65,10 +65,10 @@ def ask(**body: Any) -> bytes:
 
 def answer(own: socket.socket) -> bytes:
     """Read one answer that is not streamed."""
-    said = b""
-    while b"\r\n\r\n" not in said:
-        said += own.recv(65536)
-    head, _, body = said.partition(b"\r\n\r\n")
+    output = b""
+    while b"\r\n\r\n" not in output:
+        output += own.recv(65536)
+    head, _, body = output.partition(b"\r\n\r\n")
     (length,) = (line for line in head.lower().splitlines() if line.startswith(b"content-length:"))
     while len(body) < int(length.split(b":")[1]):
         body += own.recv(65536)
@@ -139,10 +139,10 @@ def test_small_pieces_are_not_held_back() -> None:
 
 def test_a_body_has_its_own_time(server: Live) -> None:
     with connected(server) as own:
-        said = ask(max_tokens=1)
-        own.sendall(said[:-10])
+        output = ask(max_tokens=1)
+        own.sendall(output[:-10])
         time.sleep(0.6)
-        own.sendall(said[-10:])
+        own.sendall(output[-10:])
         assert answer(own).startswith(b"HTTP/1.1 200 ")
 
 
@@ -181,9 +181,9 @@ def test_a_client_that_reads_slowly(server: Live) -> None:
         own.sendall(
             large(False).replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
         )
-        said, began = bytearray(), time.monotonic()
+        output, began = bytearray(), time.monotonic()
         while piece := own.recv(65536):
-            said += piece
+            output += piece
             time.sleep(0.02 if time.monotonic() - began < 2 else 0)
-        assert len(json.loads(said.partition(b"\r\n\r\n")[2])["choices"]) == 120
-        assert len(said) > 10_000_000
+        assert len(json.loads(output.partition(b"\r\n\r\n")[2])["choices"]) == 120
+        assert len(output) > 10_000_000

@@ -52,9 +52,9 @@ def test_a_message_without_content(name: str) -> None:
             answer = {"role": "tool", "tool_call_id": "a", "content": "20"} if calls else {}
             rest = [answer] if answer else []
             found = tokens([USER, message | content, *rest])
-            said = client.post("/detokenize", json={"tokens": found}).json()["prompt"]
+            output = client.post("/detokenize", json={"tokens": found}).json()["prompt"]
             assert found == tokens([USER, message | {"content": ""}, *rest])
-            assert "None" not in said
+            assert "None" not in output
 
 
 def test_an_answer_that_was_cut_comes_back() -> None:

@@ -240,8 +240,8 @@ def test_the_log_has_no_queries(caplog: pytest.LogCaptureFixture) -> None:
         client.get("/health?key=secret")
         client.get("/none?key=secret", headers={"Authorization": "Bearer right"})
         client.options("/v1/models?key=secret", headers=preflight)
-    said = [record.getMessage() for record in caplog.records if record.name == "mtpbuild.access"]
-    assert [line.split('"')[1] for line in said] == [
+    output = [record.getMessage() for record in caplog.records if record.name == "mtpbuild.access"]
+    assert [line.split('"')[1] for line in output] == [
         "GET /v1/models HTTP/1.1", "GET /health HTTP/1.1", "GET /none HTTP/1.1",
         "OPTIONS /v1/models HTTP/1.1",
     ]  # fmt: skip
@@ -287,12 +287,12 @@ def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
     before, prober = megabytes(pid, "VmRSS"), threading.Thread(target=probe)
     prober.start()
     try:
-        status, said = post(address, path, body, timeout=120)
+        status, output = post(address, path, body, timeout=120)
     finally:
         over.set()
         prober.join()
-    assert status in (200, 400, 404, 413, 429), said[:300]
-    assert status == 200 or len(said) < 1000
+    assert status in (200, 400, 404, 413, 429), output[:300]
+    assert status == 200 or len(output) < 1000
     assert max(waits) < WAIT * SLOW
     took = megabytes(pid, "VmHWM") - before
-    assert took < MEMORY + len(said) / 2**20
+    assert took < MEMORY + len(output) / 2**20

@@ -50,9 +50,9 @@ def test_a_chat(client: Any, engine: Engine) -> None:
     ids = engine.chat_ids(SUM)
     wanted = greedy(engine, ids)
     (choice,) = answer.choices
-    thought, said = wanted.text.split("</think>")
-    assert (choice.message.content, choice.finish_reason) == (said, "stop")
-    assert "132" in said
+    thought, output = wanted.text.split("</think>")
+    assert (choice.message.content, choice.finish_reason) == (output, "stop")
+    assert "132" in output
     extra = choice.message.model_extra
     assert extra["reasoning_content"] == extra["reasoning"] == thought
     usage = answer.usage
@@ -95,9 +95,9 @@ def test_a_conversation_fills_in_its_new_turns(client: Any) -> None:
     cached = []
     for _ in range(3):
         answer = client.chat.completions.create(**CHAT | {"messages": messages})
-        said = answer.choices[0].message.content
+        output = answer.choices[0].message.content
         cached.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
-        messages += [{"role": "assistant", "content": said}, *SUM]
+        messages += [{"role": "assistant", "content": output}, *SUM]
     assert cached[0] < cached[1] < cached[2]
 
 
@@ -156,8 +156,8 @@ def test_penalties(client: Any, engine: Engine) -> None:
     wanted = engine.generate(engine.chat_ids(SUM), replace(params, logprobs=0))
     plain = engine.generate(engine.chat_ids(SUM), SamplingParams(max_tokens=30))
     (choice,) = answer.choices
-    said = [entry.logprob for entry in choice.logprobs.content or []]
-    assert said == [entry.logprob for entry in wanted.logprobs or []]
+    output = [entry.logprob for entry in choice.logprobs.content or []]
+    assert output == [entry.logprob for entry in wanted.logprobs or []]
     assert (plain.token_ids[0], 56 in wanted.token_ids) == (56, False)
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as error:
         client.completions.create(model=MODEL, prompt="x", logit_bias={"99999999": 1})

@@ -109,16 +109,20 @@ def test_thoughts_are_folded(engine: Engine, play: Any) -> None:
     """
     with live(engine, ServerOptions(key="k")) as server:
         told = play(server, scenario, key="k")
-    thought, said = whole.split("</think>")
+    thought, output = whole.split("</think>")
     first, second = told["turns"]
     assert not first["open"]
     assert first["thought"].partition(")")[2] == thought
-    assert first["html"] == render_markdown(said)
+    assert first["html"] == render_markdown(output)
     assert "132" in first["html"]
     assert "think>" not in json.dumps(told)
     assert [each["messages"] for each in told["sent"]] == [
         asked,
-        [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "And 3 + 4?"}],
+        [
+            *asked,
+            {"role": "assistant", "content": output},
+            {"role": "user", "content": "And 3 + 4?"},
+        ],
     ]
     assert "7" in second["html"]
     assert told["asked"] == ["This server needs an API key"]

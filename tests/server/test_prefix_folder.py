@@ -38,7 +38,7 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     tiny_engine: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Killed in the middle of an answer too; a damaged file costs its tokens and a line."""
-    kept, answers, said = tmp_path / "kept", [], []
+    kept, answers, output = tmp_path / "kept", [], []
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(tiny_engine(3))]
     command += ["--port", "0", "--no-access-log", "--prefix-cache-dir", str(kept)]
     for life in range(4):
@@ -53,7 +53,7 @@ def test_a_killed_server_starts_with_what_was_on_disk(
                     next(told.iter_lines())
                     process.kill()
             process.kill()
-            said.append(process.stderr.read())
+            output.append(process.stderr.read())
         if life == 2:
             for file in files:
                 data = bytearray(file.read_bytes())
@@ -63,6 +63,6 @@ def test_a_killed_server_starts_with_what_was_on_disk(
     assert set(texts) == {texts[0]}
     assert cached[0] == cached[3] == 0
     assert min(cached[1:3]) > 100
-    assert [each.count("damaged, so its tokens are filled in anew") for each in said] == [
+    assert [each.count("damaged, so its tokens are filled in anew") for each in output] == [
         0, 0, 0, 1,
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.service import Service
@@ -48,6 +48,8 @@ class Abandoned(FakePrograms):
 
 def test_a_rank_is_missed_though_nobody_asks() -> None:
     manifest = fake_manifest()
+    two = manifest.build.model_copy(update={"tp": 2})
+    manifest = manifest.model_copy(update={"build": two})
     programs, service = Abandoned(manifest), Service(ServerOptions())
     told: list[str] = []
     service.on_failure = lambda: told.append(str(service.failed))
@@ -63,7 +65,7 @@ def test_a_rank_is_missed_though_nobody_asks() -> None:
         service.start(engine)
         asyncio.run(main())
     assert not service.ready
-    assert isinstance(service.failed, EngineError)
+    assert isinstance(service.failed, RankError), "so rank 0 looks which rank has ended"
     assert told == ["rank 0 of 2: another rank is gone"]
 
 
@@ -111,7 +113,8 @@ def test_two_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TIMEOUT, "8")
-    command = [*launcher, *SERVE, "--engine", str(engine), "--port", "0", "--threads", "1"]
+    flags = ["--port", "0", "--threads", "1", "--no-access-log"]
+    command = [*launcher, *SERVE, "--engine", str(engine), *flags]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             url = url_of(process)

@@ -47,13 +47,13 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Yield the example's two replicas, on a port of the test's own."""
-    said = yaml.safe_load(EXAMPLE.read_text())
-    said["http_options"]["port"] = port = free_port()
-    (application,) = said["applications"]
+    output = yaml.safe_load(EXAMPLE.read_text())
+    output["http_options"]["port"] = port = free_port()
+    (application,) = output["applications"]
     application["args"]["engine"] = str(folder)
     application["deployments"][0]["ray_actor_options"]["num_cpus"] = 0.1
     place = tmp_path_factory.mktemp("ray") / "ray.yaml"
-    place.write_text(yaml.safe_dump(said))
+    place.write_text(yaml.safe_dump(output))
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     with (
         (place.parent / "log").open("w") as log,
@@ -133,13 +133,13 @@ def test_answers_are_the_engines(url: str, folder: Path) -> None:
     with httpx2.stream(
         "POST", f"{url}/v1/completions", json=asked(TEXTS[0], stream=True), timeout=60
     ) as response:
-        pieces, said = 0, list[int]()
+        pieces, output = 0, list[int]()
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     for line in lines[:-1]:
-        said += json.loads(line)["choices"][0]["token_ids"]
+        output += json.loads(line)["choices"][0]["token_ids"]
         pieces += 1
-    assert said == wanted[TEXTS[0]]
+    assert output == wanted[TEXTS[0]]
     assert pieces > 5
 
 

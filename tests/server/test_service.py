@@ -152,8 +152,8 @@ def test_parts_of_text_are_one_text(client: httpx2.Client) -> None:
 
 def test_the_key() -> None:
     with served(settings=ServerOptions(key="s3cret")) as (server, _), server.client() as client:
-        for said in ("", "Bearer S3cret", "s3cret", "Basic s3cret", "Bearer"):
-            headers = {"Authorization": said} if said else {}
+        for output in ("", "Bearer S3cret", "s3cret", "Basic s3cret", "Bearer"):
+            headers = {"Authorization": output} if output else {}
             fails(client.post("/v1/completions", json=ASK, headers=headers), 401, "API key")
             fails(client.get("/metrics", headers=headers), 401, "API key")
         assert client.get("/health").status_code == client.get("/").status_code == 200
@@ -441,10 +441,10 @@ def test_a_prompt_that_is_repeated(client: httpx2.Client) -> None:
         assert told["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
         streaming = body | {"echo": True, "stream": True}
         *streamed, _ = events(client.post("/v1/completions", json=streaming))
-        said = ["", ""]
+        output = ["", ""]
         for event in streamed:
-            said[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert said == texts
+            output[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        assert output == texts
 
 
 def test_tools() -> None:

@@ -313,11 +313,11 @@ def test_forced_calls(parser: str, engine: Engine) -> None:
         for choice, seed in choices:
             asked = CHAT | {"tools": TOOLS, "tool_choice": choice, "seed": seed}
             answer = client.chat.completions.create(**asked, parallel_tool_calls=False)
-            (said,) = answer.choices
-            (call,) = said.message.tool_calls
+            (output,) = answer.choices
+            (call,) = output.message.tool_calls
             assert call.type == "function"
-            assert said.finish_reason == "tool_calls"
-            assert not said.message.content
+            assert output.finish_reason == "tool_calls"
+            assert not output.message.content
             assert fits(call.function.arguments, schemas[call.function.name])
             assert choice == "required" or call.function.name == "weather"
 
@@ -373,8 +373,8 @@ def test_a_users_think_opens_no_thought(client: Any, engine: Engine) -> None:
     form = {"structured_outputs": {"json": FLAG}}
     asked: Any = {"model": MODEL, "temperature": 0, "max_tokens": 30}
     for prompt in ("Explain <think> tags: ", "Explain <think>"):
-        said = client.completions.create(**asked, prompt=prompt, extra_body=form)
-        assert said.choices[0].text == '{"a":false}'
+        output = client.completions.create(**asked, prompt=prompt, extra_body=form)
+        assert output.choices[0].text == '{"a":false}'
     for more in (form, {}):
         (choice,) = client.chat.completions.create(
             **asked, messages=PREFILL, extra_body=ON | more
@@ -400,8 +400,8 @@ def test_a_form_with_the_text_of_a_mark(text: str, client: Any, engine: Engine) 
     ]
     for form, wanted in forms:
         extra = {"structured_outputs": form}
-        (said,) = client.completions.create(**asked, prompt="x", extra_body=extra).choices
-        assert (said.text, said.finish_reason) == (wanted, "stop")
+        (output,) = client.completions.create(**asked, prompt="x", extra_body=extra).choices
+        assert (output.text, output.finish_reason) == (wanted, "stop")
         (told,) = client.chat.completions.create(
             **asked, messages=PREFILL, extra_body=extra | ON
         ).choices

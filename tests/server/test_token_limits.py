@@ -108,7 +108,7 @@ def test_each_row_forbids_what_the_drafts_before_it_began(tokenizer: Tokenizer) 
     params = SamplingParams(9, bad_words=["the dog", "and the dog was", "dog dog"])
     words = [tokenizer.encode(w, add_special_tokens=False) for w in ("the dog", " dog", " was")]
     pool = sorted({id for ids in words for id in ids})
-    limits, said = TokenLimits(params, manifest(), tokenizer), list[int]()
+    limits, output = TokenLimits(params, manifest(), tokenizer), list[int]()
     forbidden = 0
     for _ in range(300):
         drafts = rng.choice(pool, 3).tolist()
@@ -116,14 +116,14 @@ def test_each_row_forbids_what_the_drafts_before_it_began(tokenizer: Tokenizer) 
         assert (found.drafts, found.kept, limits.kept) == (drafts, 3, 3)
         masks = np.unpackbits(found.allowed.view(np.uint8), axis=1, bitorder="little")
         for row, mask in enumerate(masks):
-            behind = [*said, *drafts[:row]][-8:]
+            behind = [*output, *drafts[:row]][-8:]
             for token in pool:
                 begun = broken(behind, params, tokenizer)
                 bad = not begun and broken([*behind, token], params, tokenizer)
                 assert begun or mask[token] == (not bad)
                 forbidden += bad
-        said.append(int(rng.choice([token for token in pool if masks[0, token]])))
-        limits.take(said[-1])
+        output.append(int(rng.choice([token for token in pool if masks[0, token]])))
+        limits.take(output[-1])
     assert forbidden > 50
 
 

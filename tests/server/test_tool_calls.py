@@ -149,11 +149,11 @@ def test_whatever_is_said_arguments_are_an_object(form: str, data: st.DataObject
 def test_json_stays_as_it_is(value: Any, indent: int | None, data: st.DataObject) -> None:
     text = json.dumps({"a": value}, indent=indent, ensure_ascii=False)
     assume(not any("\ud800" <= c <= "\udfff" for c in text))
-    reader, said, held = JsonReader(), "", ""
+    reader, output, held = JsonReader(), "", ""
     for part in cut(text, data):
         count, more = reader.take(held + part)
-        said, held = said + more, (held + part)[count:]
-    assert (said, held, reader.closed) == (text, "", True)
+        output, held = output + more, (held + part)[count:]
+    assert (output, held, reader.closed) == (text, "", True)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -44,7 +44,7 @@ def judged(
     """Return each token's distance below the largest logit, and its log-probability's error."""
     known = torch.tensor([prompt + text.token_ids[:-1]])
     logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
-    said = torch.tensor(text.token_ids)[:, None]
-    gaps = logits.amax(-1) - logits.gather(-1, said)[:, 0]
-    meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
+    output = torch.tensor(text.token_ids)[:, None]
+    gaps = logits.amax(-1) - logits.gather(-1, output)[:, 0]
+    meant = logits.log_softmax(-1).gather(-1, output)[:, 0]
     return gaps.tolist(), (meant - torch.tensor(text.logprobs)).abs().tolist()

@@ -48,8 +48,8 @@ class Order:
         dist.all_gather(every, mine, group=self.group)
         for rank, theirs in enumerate(every):
             if not torch.equal(theirs, mine):
-                said = theirs.numpy().tobytes().decode().strip()
-                raise RuntimeError(f"{self.lines[-1]!r} here, {said!r} on rank {rank}")
+                output = theirs.numpy().tobytes().decode().strip()
+                raise RuntimeError(f"{self.lines[-1]!r} here, {output!r} on rank {rank}")
 
     @contextlib.contextmanager
     def of(self, program: str) -> Iterator[None]:

@@ -132,10 +132,10 @@ def replay(command: Sequence[str | Path], cases: Sequence[Case], isa: str = "") 
         env=os.environ | {"MTPBUILD_CPU_ISA": isa},
     )
     if done.returncode != 0:
-        said = done.stderr.decode(errors="replace")
-        at = max(0, said.count("case ") - 1)
+        output = done.stderr.decode(errors="replace")
+        at = max(0, output.count("case ") - 1)
         raise DiedError(
-            f"exit code {done.returncode}, {cases[at]}:\n{said[said.rfind('case ') :][:3000]}"
+            f"exit code {done.returncode}, {cases[at]}:\n{output[output.rfind('case ') :][:3000]}"
         )
     reader = _Reader(done.stdout)
     return [reader.outcome() for _ in cases]

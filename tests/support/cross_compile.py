@@ -178,8 +178,8 @@ def engine(model: str, folder: Path, options: Any) -> list[Path]:
     from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.plan.request import BuildRequest
 
-    said = {name: value for name, value in asdict(options).items() if value is not None}
-    request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=said)
+    output = {name: value for name, value in asdict(options).items() if value is not None}
+    request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=output)
     (built,) = build(request)
     return [built.folder / program.file for program in built.manifest.programs.values()]
 

@@ -54,7 +54,7 @@ def texts(engine: Engine, requests: list[Case], at_once: bool) -> list[Text]:
 
 def text(ids: object, logprobs: object) -> Text:
     pairs = zip(ids, logprobs or (), strict=True)  # type: ignore[call-overload]
-    return [(token, said.logprob) for token, said in pairs]
+    return [(token, output.logprob) for token, output in pairs]
 
 
 def check_crowd(engine: Engine, requests: list[Case], alone: list[Text]) -> None:

@@ -342,9 +342,9 @@ def check_flags(case: Mixed, device: str) -> None:
 
     flags = case.to(device).operands
     numbers = tree_map(lambda x: x.int() if x.dtype == torch.bool else x, flags)
-    said = [accept_mixed_launches(*operands).run() for operands in (flags, numbers)]
-    assert said[1][4].dtype == torch.int32
-    for got, wanted in zip(said[1], said[0], strict=True):
+    output = [accept_mixed_launches(*operands).run() for operands in (flags, numbers)]
+    assert output[1][4].dtype == torch.int32
+    for got, wanted in zip(output[1], output[0], strict=True):
         assert torch.equal(got.to(wanted.dtype), wanted)
 
 

@@ -94,9 +94,9 @@ def until(condition: Callable[[], object], seconds: float = 10) -> None:
 def url_of(process: subprocess.Popen[str]) -> str:
     """Read what `mtpbuild serve` says at its start; return where it listens."""
     assert process.stderr is not None
-    said = []
+    output = []
     for line in process.stderr:
         if line.startswith("serving"):
             return line.split()[-1]
-        said.append(line)
-    raise AssertionError(f"the server ended: {''.join(said)}")
+        output.append(line)
+    raise AssertionError(f"the server ended: {''.join(output)}")

@@ -151,8 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             if is_large(path):
                 one["lfs"] = {"sha256": sha256(path), "size": size, "pointerSize": 130}
             siblings.append(one)
-        said = {"id": name, "sha": COMMIT, "siblings": siblings, "cardData": hosted.card}
-        self.answer(200, {"Content-Type": "application/json"}, json.dumps(said).encode())
+        output = {"id": name, "sha": COMMIT, "siblings": siblings, "cardData": hosted.card}
+        self.answer(200, {"Content-Type": "application/json"}, json.dumps(output).encode())
 
     def resolve(self, name: str, revision: str, file: str) -> None:
         hosted = self.find(name, revision)

@@ -60,11 +60,11 @@ def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
     for start in range(0, last, chunk):
         programs.prefill(0, start, known[start : min(start + chunk, last) + programs.lookahead])
     programs.begin(0, last, prompt[-1])
-    said = list[int]()
-    while len(said) < count:
-        step = programs.step(np.array([True]), last + len(said) + 16)
-        said += step.tokens[0, : step.num_tokens[0]].tolist()
-    return said[:count]
+    output = list[int]()
+    while len(output) < count:
+        step = programs.step(np.array([True]), last + len(output) + 16)
+        output += step.tokens[0, : step.num_tokens[0]].tolist()
+    return output[:count]
 
 
 def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:

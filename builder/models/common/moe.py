@@ -77,7 +77,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.attention_dp:
-            y = scatter_sums(self.routed(gather_stacked(x, self.rank, self.ranks.tp)), self.rank)
+            every = gather_stacked(x, self.rank, self.ranks.tp)
+            # As more slots: kernels take [B, T, E], or [splits, B, T, E] for parts of a product.
+            sums = self.routed(every.flatten(0, 1)).reshape(every.shape)
+            y = scatter_sums(sums, self.rank)
         else:
             y = self.routed(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
