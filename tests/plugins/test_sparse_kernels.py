@@ -133,7 +133,7 @@ IN_ATTENTION = {
     "the newest row is not seen": ("place <= newest)) |", "place < newest)) |"),
     "rows have the width of a query": ("new + (place - length) * WIDTH", "new + place - length"),
     "no row is row 0": ("(place >= 0) &", "(place >= -1) &"),
-    "splits overlap": ("end = tl.where(filled, end, begin)", "end = tl.minimum(end + 1, dealt)"),
+    "splits overlap": ("end = tl.where(filled, end, begin)", "end = tl.minimum(end + 1, total)"),
 }
 
 
