@@ -266,7 +266,9 @@ def _apply_rule(
     """
     good, target, margins = others
     asked = judged.controls[rule.name]
-    operands = (*vars(judged).values(), numbers)
+    # A copy: `numbers` are a view of what `judged.numbers` views, and torch.cond wants operands that
+    # share no memory.
+    operands = (*vars(judged).values(), numbers.clone())
     kept, *choice = when(asked.any(), _decide_by(rule), _decide_nothing(rule), operands)
     asked = asked[:, None]
     good = (asked & kept & (judged.p_draft > 0)) | (~asked & good)
