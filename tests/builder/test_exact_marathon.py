@@ -17,7 +17,9 @@ TOGETHER, LONGEST = 24, 150  # requests that are queued at once, and their token
 pytestmark = [pytest.mark.full]
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize(
+    "weights", [pytest.param(f, marks=pytest.mark.xdist_group(f"marathon-{f}")) for f in FORMATS]
+)
 def test_a_million_tokens(weights: str, tmp_path: Path) -> None:
     """nextn, drafter, batch, chunk, threads, prefixes and cancellations; greedy and sampled."""
     scheme = None if weights == "float32" else build_scheme(weights)
