@@ -38,7 +38,7 @@ from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES, Scheme, weight_role
+from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES, Scheme, find_weight_role
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 
@@ -112,7 +112,11 @@ def products(model: PlainLM, scheme: Scheme) -> list[tuple[nn.Linear, str]]:
     for name, part in model.named_modules():
         weight, c = f"{name}.weight", model.config
         format = scheme.wanted(c, weight)
-        if isinstance(part, nn.Linear) and format and weight_role(c, weight) in ("main", "head"):
+        if (
+            isinstance(part, nn.Linear)
+            and format
+            and find_weight_role(c, weight) in ("main", "head")
+        ):
             found += [(part, format)] if part.in_features % BLOCK == 0 else []
     return found
 

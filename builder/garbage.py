@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Collect no garbage inside the block, and all of it at the end.
 
     Objects made in the block stay in the youngest generation. Collecting only that one skips the

@@ -74,7 +74,7 @@ def replace_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def user_cache_folder() -> Path:
+def find_user_cache() -> Path:
     """Return the folder of files that are safe to delete, below XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("XDG_CACHE_HOME"):
         return Path(folder) / "mtpbuild"

@@ -53,7 +53,7 @@ def group_flags(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def given_flags(context: "Context", names: Iterable[str]) -> list[str]:
+def find_given_flags(context: "Context", names: Iterable[str]) -> list[str]:
     """Return those of these parameters whose flags stand on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]

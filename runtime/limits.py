@@ -34,12 +34,12 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
     """
     text = read_or_empty(root / "proc/meminfo")
     sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
-    groups = [found for group in _groups(root, "memory") for found in _group_memory(group)]
+    groups = [found for group in _groups(root, "memory") for found in _read_group_memory(group)]
     memory = [limit for limit, _ in groups] + [sizes[key] for key in ("MemTotal",) if key in sizes]
     free = [max(0, limit - used) for limit, used in groups]
     free += [sizes[key] for key in ("MemAvailable",) if key in sizes]
     quota = min(map(_quota, _groups(root, "cpu")), default=math.inf)
-    processors = int(max(1, min(len(usable_processors(usable)), quota)))
+    processors = int(max(1, min(len(list_usable_processors(usable)), quota)))
     return Limits(min(memory, default=None), min(free, default=UNKNOWN), processors)
 
 
@@ -52,7 +52,7 @@ def read_cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def usable_processors(usable: Collection[int] | None = None) -> Collection[int]:
+def list_usable_processors(usable: Collection[int] | None = None) -> Collection[int]:
     """Return the numbers of the processors that the process may use, or those given."""
     if usable is None and hasattr(os, "sched_getaffinity"):  # Linux
         usable = os.sched_getaffinity(0)
@@ -75,7 +75,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         yield from (each for each in (group, *group.parents) if each.is_relative_to(mount))
 
 
-def _group_memory(group: Path) -> Iterator[tuple[int, int]]:
+def _read_group_memory(group: Path) -> Iterator[tuple[int, int]]:
     """Yield a group's limit and use of memory, if it has a limit; cached files can be dropped."""
     cached = re.findall(
         r"^(?:total_)?inactive_file (\d+)$", read_or_empty(group / "memory.stat"), re.M

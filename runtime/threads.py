@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_or_empty, usable_processors
+from mtpbuild.runtime.limits import SYSTEM, list_usable_processors, measure_limits, read_or_empty
 
 AUTO = "auto"
 THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
@@ -29,28 +29,28 @@ def parse_threads(text: str) -> int | None:
         raise ValueError(f"expected a number or {AUTO}, got {text!r}") from None
 
 
-def default_threads() -> int:
+def choose_default_threads() -> int:
     """Return the default number of threads: one for each physical core.
 
     OMP_NUM_THREADS, which users set to leave cores to others, is an upper limit.
     """
     text = os.environ.get(VARIABLE, "")
     limit = int(text) if text.isdecimal() and int(text) else math.inf
-    return int(min(physical_cores(), limit))
+    return int(min(count_physical_cores(), limit))
 
 
-def physical_cores(root: Path = SYSTEM, usable: Collection[int] | None = None) -> int:
+def count_physical_cores(root: Path = SYSTEM, usable: Collection[int] | None = None) -> int:
     """Count the physical cores of the processors that this process may use.
 
     Two threads on one core share its arithmetic units and caches, so a second one makes a step no
     faster. A container's quota of processor time is a limit too. root and usable: as for
     `measure_limits`.
     """
-    cores = {_siblings(root, cpu) for cpu in usable_processors(usable)}
+    cores = {_read_siblings(root, cpu) for cpu in list_usable_processors(usable)}
     return min(len(cores), measure_limits(root, usable).processors)
 
 
-def _siblings(root: Path, cpu: int) -> str:
+def _read_siblings(root: Path, cpu: int) -> str:
     """Return an id of a processor's core: the processors on it, or its own number if unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     return read_or_empty(topology / "thread_siblings_list").strip() or str(cpu)

@@ -49,9 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     for item in items:
-        if group_of(item) == "inductor":
+        if find_group_size(item) == "inductor":
             item.add_marker(needs_compiler)
-    items.sort(key=lambda item: FIRST.index(group_of(item)) if group_of(item) in FIRST else 99)
+    items.sort(
+        key=lambda item: (
+            FIRST.index(find_group_size(item)) if find_group_size(item) in FIRST else 99
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -65,7 +69,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def group_of(item: pytest.Item) -> str:
+def find_group_size(item: pytest.Item) -> str:
     group = item.get_closest_marker("xdist_group")
     return item.path.stem if group is None else str(group.args[0])
 

@@ -10,11 +10,11 @@ from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.rope import inverse_frequencies
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES
-from mtpbuild.builder.weights.table import WeightTable, choose_formats, family_table
+from mtpbuild.builder.weights.table import WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.group.channel import use_in_programs
 from mtpbuild.runtime.group.start import GROUP
 from on_gpu.slices import Slice
@@ -37,7 +37,7 @@ def empty_model(case: Slice, device: str) -> CausalLM:
 
 def with_frequencies(model: CausalLM, case: Slice, device: str) -> CausalLM:
     c = case.config
-    model.rope.inv_freq = inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
+    model.rope.inv_freq = compute_inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
     return model.eval()
 
 
@@ -68,7 +68,7 @@ def random_model(case: Slice, device: str) -> CausalLM:
 
 def table_of(case: Slice) -> WeightTable:
     """Return the weights as a GPU engine holds them, of a checkpoint in the format case.weights."""
-    table, scheme = family_table(case.config, case.ranks), SCHEMES[case.weights]
+    table, scheme = make_family_table(case.config, case.ranks), SCHEMES[case.weights]
     return choose_formats(table, lambda w: format_by(scheme, case.config, w), style_of(case))
 
 

@@ -9,7 +9,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.plan.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import find_recipe_folder
 from mtpbuild.builder.weights.scheme import UNQUANTISED
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.errors import UsageError
@@ -41,7 +41,7 @@ def r1_share(
     The ends are embedding and head. The model is the one that a build makes for a rank. Raises
     UsageError, which lists the possible values of `tp`.
     """
-    whole = load_config(recipe_folder() / recipe)
+    whole = load_config(find_recipe_folder() / recipe)
     assert isinstance(whole, DeepseekV3Config)
     check_ranks(whole, Ranks(tp))
     moe = sum(whole.moe_layers[: whole.num_hidden_layers])

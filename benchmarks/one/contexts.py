@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from mtpbuild.runtime.contract.manifest import read_manifest
-from one.cost import Counted, as_json, row_bytes
+from one.cost import Counted, as_json, count_row_bytes
 from one.files import Workshop
 from one.report import NONE, Aim, over
 from one.run import Run
@@ -76,7 +76,7 @@ class Contexts:
             for name, engine in zip(OURS, built, strict=True):
                 sides.append(self.our_side(name, most, engine, loads, shop.vocabulary))
                 costs |= self.our_costs(counted, name, engine, loads)
-                rows[name] = row_bytes(read_manifest(engine)).total()
+                rows[name] = count_row_bytes(read_manifest(engine)).total()
         shop.drop_checkpoint()
         if run.peers is not None:
             gguf, tensors = shop.write_gguf(run.peers)

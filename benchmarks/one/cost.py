@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.forecast.cpu import engine_model
+from mtpbuild.builder.forecast.cpu import make_engine_model
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.models.common.weight import WHOLE, weight_of
+from mtpbuild.builder.models.common.weight import WHOLE, find_weight_of
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.weights.placed import read_places
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
@@ -65,7 +65,7 @@ class Counted:
         """Count a step of the engine, drafts included."""
         manifest = read_manifest(engine)
         nextn, passes = manifest.build.nextn, draft_passes(manifest)
-        held, rows = weight_groups(engine, self.config), row_bytes(manifest)
+        held, rows = list_weight_groups(engine, self.config), count_row_bytes(manifest)
         modules = max(1, self.config.num_nextn_predict_layers)
         verified = self.share(batch * (nextn + 1))
         read = held["trunk"] + held["head"] + held["trunk, routed"] * verified
@@ -118,7 +118,7 @@ class Counted:
 def count(checkpoint: Path) -> Counted:
     """Count a checkpoint, which may be deleted afterwards."""
     layout = find_layout(str(checkpoint), None)
-    return Counted(layout.config, engine_model(layout, None))
+    return Counted(layout.config, make_engine_model(layout, None))
 
 
 def draft_passes(manifest: Manifest) -> list[int]:
@@ -130,14 +130,14 @@ def draft_passes(manifest: Manifest) -> list[int]:
     return [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
 
 
-def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
+def list_weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
     """Sum the bytes in the weights file by their use in a step."""
     table = family_of(config).weight_table(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
     for name, place in read_places(engine / WEIGHTS).items():
         stored = name.removesuffix(".rows")  # unquantised experts for a CPU are stored by outputs
-        found[group(weight_of(stored), routed)] += place.size
+        found[group(find_weight_of(stored), routed)] += place.size
     return found
 
 
@@ -154,7 +154,7 @@ def group(name: str, routed: set[str]) -> str:
     return f"{kind}, routed" if name in routed else kind
 
 
-def row_bytes(manifest: Manifest) -> Counter[str]:
+def count_row_bytes(manifest: Manifest) -> Counter[str]:
     """Return a cached token's bytes in all main layers (`kv`) and modules in use (`mtp_kv`)."""
     found: Counter[str] = Counter()
     for spec in manifest.state:

@@ -40,7 +40,7 @@ def write_file(
     else:
         texts(writer)
     wanted_shapes = shapes(c, module=module)
-    kinds = {name: kind_of(name, shape, wanted) for name, shape in wanted_shapes.items()}
+    kinds = {name: find_kind(name, shape, wanted) for name, shape in wanted_shapes.items()}
     sizes = {name: nbytes(shape, kinds[name]) for name, shape in wanted_shapes.items()}
     for name, shape in wanted_shapes.items():
         raw = np.dtype(np.float32 if kinds[name] == "f32" else np.uint8)
@@ -56,7 +56,7 @@ def write_file(
     return sizes
 
 
-def kind_of(name: str, shape: Shape, wanted: str) -> str:
+def find_kind(name: str, shape: Shape, wanted: str) -> str:
     """Return the type of a tensor in a file of type `wanted`."""
     if len(shape) == 1 or any(part in name for part in PLAIN) or wanted == "f32":
         return "f32"

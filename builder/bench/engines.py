@@ -8,7 +8,7 @@ from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.plan import Nextn, choose_drafter, in_order
-from mtpbuild.builder.plan.recipe import default_target
+from mtpbuild.builder.plan.recipe import choose_default_target
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
@@ -52,7 +52,7 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
         folder, verifier = build_at(choose_folder(name, asked), asked), None
         if nextn not in (0, "auto"):
             undrafted = replace(asked, drafter="none")
-            verifier = build_at(private_folder(name, undrafted), undrafted)
+            verifier = build_at(make_private_folder(name, undrafted), undrafted)
         pairs.append(EnginePair(nextn, folder, verifier))
     return pairs
 
@@ -67,15 +67,15 @@ def choose_folder(name: str, request: BuildRequest) -> Path:
         ((usual, fingerprint),) = prepare(replace(request, force=True)).fingerprints.items()
         if not usual.exists() or layout.find_engine(usual, fingerprint):
             return usual
-    return private_folder(name, request)
+    return make_private_folder(name, request)
 
 
 def has_usual_target(request: BuildRequest) -> bool:
     """Return whether the target is the one that `mtpbuild build` chooses by default."""
-    return load_target(request.target) is load_target(default_target(request.model))
+    return load_target(request.target) is load_target(choose_default_target(request.model))
 
 
-def private_folder(name: str, request: BuildRequest) -> Path:
+def make_private_folder(name: str, request: BuildRequest) -> Path:
     scheme = request.scheme
     kind = "" if scheme is None else f"_{scheme.main}_head_{scheme.head or AS_STORED}"
     if not has_usual_target(request):

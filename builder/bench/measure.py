@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.measure import runs
 from mtpbuild.builder.measure.prompts import Group
 from mtpbuild.builder.plan.plan import Nextn
@@ -46,7 +46,7 @@ def measure(
     capacity = contenders[0].engine.manifest.build.max_seq_len
     most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
     warm_up_engines(contenders, groups[0])
-    with no_garbage_collection():
+    with pause_garbage_collection():
         for i, group in enumerate(groups):
             done, at_once = i * len(group), f", {len(group)} at once" if len(group) > 1 else ""
             watch(f"request {done + 1} of {len(groups) * len(group)}{at_once}")

@@ -45,7 +45,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[NextnResult], kinds: Sequence[str]
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         ratios = [row.speedup(kind) for row in rows]
         values = [ratio.value for ratio in ratios]
-        reach = pictures.error_bar_lengths(ratios)
+        reach = pictures.compute_error_bar_lengths(ratios)
         axes.bar(places, values, width * 0.92, color=pictures.choose_colour(k), label=kind)
         axes.errorbar(places, values, reach, fmt="none", ecolor="#333333", capsize=2)
         predicted = [row.kinds[kind]["predicted_speedup"] or math.nan for row in rows]

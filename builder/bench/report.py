@@ -40,7 +40,7 @@ def make_bench_json(report: Benchmark) -> dict[str, Any]:
         "model": report.model,
         "machine": report.machine,
         "settings": report.settings,
-        "same_output_expected": why_output_differs(report.settings) is None,
+        "same_output_expected": explain_output_difference(report.settings) is None,
         "recommended_nextn": best,
         "recommendation": text,
         "results": [
@@ -87,7 +87,7 @@ def list_csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def why_output_differs(settings: dict[str, Any]) -> str | None:
+def explain_output_difference(settings: dict[str, Any]) -> str | None:
     """Return why an engine's correct outputs may differ from nextn 0's; None if they must not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
@@ -185,7 +185,7 @@ def print_benchmark(report: Benchmark) -> None:
         print_lines(_title(report, kind), style="bold")
         print_lines(make_table(report, kind))
     print_lines(
-        why_output_differs(report.settings),
+        explain_output_difference(report.settings),
         f"\n{describe_load(report.machine)}",
         find_disagreements(report.rows),
     )
@@ -209,7 +209,7 @@ def print_benchmarks(reports: Sequence[Benchmark]) -> None:
         return
     print_lines(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
     print_lines(*(make_batches_table(reports, name) for name in PANELS))
-    print_lines(why_output_differs(first.settings), f"\n{describe_load(first.machine)}")
+    print_lines(explain_output_difference(first.settings), f"\n{describe_load(first.machine)}")
     for report in reports:
         best = recommend_nextn(report.rows)[1]
         print_lines(f"concurrency {report.settings['concurrency']}: {best}", style="bold")

@@ -20,7 +20,7 @@ class GenerationIds:
     thinking_token_ids: tuple[int, int] | None
 
 
-def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
+def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     """Read the ids of a checkpoint folder; raise CheckpointError for invalid ones.
 
     generation_config.json wins over config.json. The tokenizer's EOS is added to the list, since
@@ -32,7 +32,7 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
         per_file = (_read_ids(file, key, config.vocab_size) for file in files)
         return next((ids for ids in per_file if ids is not None), ())
 
-    bos, eos, added = first("bos_token_id"), first("eos_token_id"), _added_tokens(folder)
+    bos, eos, added = first("bos_token_id"), first("eos_token_id"), _read_added_tokens(folder)
     special = special_tokens(read_object(folder / TOKENIZER_CONFIG))
     tokenizer_eos = added.get(special.get("eos_token", ""))
     if tokenizer_eos is not None and tokenizer_eos < config.vocab_size:
@@ -42,7 +42,7 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     return GenerationIds(next(iter(bos), None), eos, thinking)
 
 
-def _added_tokens(folder: Path) -> dict[str, int]:
+def _read_added_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of the tokens that tokenizer.json adds to its vocabulary, by their text."""
     try:
         raw = read_json(folder / TOKENIZER, MOST_TOKENIZER)

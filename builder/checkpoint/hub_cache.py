@@ -7,7 +7,7 @@ models--OWNER--NAME/snapshots/COMMIT/...  links to the files' contents in models
 import os
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.shards import shard_names
+from mtpbuild.builder.checkpoint.shards import read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -23,11 +23,11 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(named)))
 
 
-def repository_folder(repository: str) -> Path:
+def find_repository_folder(repository: str) -> Path:
     return cache_folder() / f"models--{repository.replace('/', '--')}"
 
 
-def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
+def find_cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
     """Return the folder of a downloaded snapshot if it has config.json and all weights.
 
     revision: branch, tag or commit.
@@ -38,14 +38,14 @@ def cached_snapshot(repository: str, revision: str | None = None) -> Path | None
 
 def find_snapshot(repository: str, revision: str | None = None) -> Path | None:
     """Return the folder of a snapshot, whatever of it is there; None if its commit isn't known."""
-    folder = repository_folder(repository)
+    folder = find_repository_folder(repository)
     commit = _read_ref(folder, revision or MAIN) or revision
     return None if commit is None else folder / "snapshots" / commit
 
 
 def write_ref(repository: str, revision: str, commit: str) -> None:
     """Record the commit of a branch or tag, after its files have been downloaded."""
-    path = repository_folder(repository) / "refs" / revision
+    path = find_repository_folder(repository) / "refs" / revision
     if revision != commit:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(commit, encoding="utf-8")
@@ -60,7 +60,7 @@ def _read_ref(folder: Path, revision: str) -> str | None:
 
 def _is_complete(snapshot: Path) -> bool:
     try:
-        names = (CONFIG, *shard_names(snapshot))
+        names = (CONFIG, *read_shard_names(snapshot))
         return all((snapshot / name).is_file() for name in names)
     except (CheckpointError, OSError, ValueError):
         return False

@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
-from mtpbuild.builder.formats.compressed_tensors import METHOD, kept_as
+from mtpbuild.builder.formats.compressed_tensors import METHOD, name_kept_format
 from mtpbuild.builder.formats.mlx import METHOD as MLX
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
@@ -40,7 +40,7 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
         )
 
 
-def stored_as(folder: Path) -> str:
+def name_stored_format(folder: Path) -> str:
     """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
     settings = read_quantisation(folder)
     method = settings.get("quant_method", "bf16")
@@ -48,7 +48,7 @@ def stored_as(folder: Path) -> str:
     affine = settings.get("mode", "affine") == "affine" and settings.get("bits") in (2, 3, 4)
     layouts[MLX] = "nvfp4" if settings.get("mode") == "nvfp4" else "int4" if affine else "int8"
     if method == METHOD:
-        return kept_as(settings)
+        return name_kept_format(settings)
     if method == "fp8":
         return method
     wide = settings.get("bits") == 8 or settings.get("desc_act")  # of GPTQ and its kin

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.text_model import text_name
+from mtpbuild.builder.checkpoint.text_model import find_text_name
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.safetensors_header import read_header
@@ -48,12 +48,12 @@ def has_weights(folder: Path) -> bool:
     return (folder / SINGLE).exists() or (folder / INDEX).exists()
 
 
-def shard_names(folder: Path) -> list[str]:
+def read_shard_names(folder: Path) -> list[str]:
     """Return the names of the files of a checkpoint's weights, even if they are missing."""
     return _names(read_index(folder))
 
 
-def stored_names(folder: Path) -> set[str]:
+def read_stored_names(folder: Path) -> set[str]:
     """Return the names of a text model's tensors from index or header, without torch."""
     if (index := read_index(folder)) is not None:
         found: Iterable[str] = index.shards
@@ -62,7 +62,7 @@ def stored_names(folder: Path) -> set[str]:
             found = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
             return set()  # if it is missing or unreadable, opening the tensors reports it
-    return {name for name in map(text_name, found) if name is not None}
+    return {name for name in map(find_text_name, found) if name is not None}
 
 
 def _names(index: Index | None) -> list[str]:

@@ -12,7 +12,7 @@ MLX_STACK = re.compile(r"(.*\.)(?:switch_mlp\.(\w+)|(embed_q|unembed_out))\.(wei
 Part = tuple[int, int, int]  # expert, its first row, number of rows
 
 
-def text_name(name: str) -> str | None:
+def find_text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None if it belongs to the vision tower."""
     if name.startswith(TOWERS):
         return None

@@ -58,14 +58,14 @@ def build(
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.plan.recipe import default_target
+    from mtpbuild.builder.plan.recipe import choose_default_target
     from mtpbuild.builder.plan.request import BuildRequest
-    from mtpbuild.builder.weights.scheme import build_scheme, calibrated_scheme
-    from mtpbuild.runtime.configuration.settings import requested_ranks, sampling_settings
+    from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
+    from mtpbuild.runtime.configuration.settings import read_requested_ranks, read_sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(compat, also=ranks.settings(), nextn=numbers, drafter=drafter)
-    if sampling_settings(settings):
+    if read_sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and "nextn" in settings:
         numbers = (settings["nextn"],)
@@ -73,10 +73,10 @@ def build(
         model=model,
         nextn=numbers,
         drafter=settings.get("drafter"),
-        target=target or default_target(model),
-        ranks=requested_ranks(settings),
+        target=target or choose_default_target(model),
+        ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
-        scheme=calibrated_scheme(build_scheme(weights, head_weights), calibrate, calibration_text),
+        scheme=add_calibration(build_scheme(weights, head_weights), calibrate, calibration_text),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=list_changed_flags(target_flags),
         **vars(flags),
@@ -166,9 +166,9 @@ def quantize(
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-            from mtpbuild.builder.weights.scheme import calibrated_scheme, make_scheme
+            from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
-        scheme = calibrated_scheme(plain, calibrate, calibration_text)
+        scheme = add_calibration(plain, calibrate, calibration_text)
         done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
     print_quantized(done)
 

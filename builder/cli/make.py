@@ -10,7 +10,7 @@ import typer
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.cli.engine_commands import confirm
-from mtpbuild.runtime.contract.rules import find_rule, rules_of
+from mtpbuild.runtime.contract.rules import find_rule, list_rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     here = [
         engine
         for engine in map(describe_engine, list_folders())
-        if engine.model == name and {*rules} <= {*rules_of(read_manifest(ENGINES / engine.name))}
+        if engine.model == name
+        and {*rules} <= {*list_rules_of(read_manifest(ENGINES / engine.name))}
     ]
     if here:
         last = ENGINES / max(here, key=lambda engine: engine.last_use or 0).name

@@ -21,14 +21,14 @@ from mtpbuild.runtime.cli.sampling_flags import (
     CompatFlags,
     RelaxedFlags,
     SamplingFlags,
+    make_sampling_params,
     read_flags,
-    sampling_params,
 )
 from mtpbuild.runtime.configuration.settings import (
     Configuration,
     check_engine,
     name_source,
-    requested_ranks,
+    read_requested_ranks,
 )
 from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.rules import BUILT_IN
@@ -73,20 +73,20 @@ def bench(
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.report import print_benchmarks
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
-    from mtpbuild.builder.plan.recipe import default_target
+    from mtpbuild.builder.plan.recipe import choose_default_target
     from mtpbuild.builder.plan.request import BuildRequest
 
     numbers = None if nextn is None else parse_nextn(nextn)
     also = name_source(BLOG, "--relaxed") if relaxed else []
     settings = read_flags(compat, relaxing, also=also, nextn=numbers, drafter=drafter)
-    if requested_ranks(settings) != ALONE:
+    if read_requested_ranks(settings) != ALONE:
         raise UsageError("bench builds engines of one rank: leave the parallel sizes out")
     if numbers is None:
         numbers = (settings["nextn"],) if "nextn" in settings else parse_nextn(NEXTN)
-    params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
+    params = make_sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = list_changed_flags(target_flags)
-    target = target or default_target(model)
+    target = target or choose_default_target(model)
     rules = () if params.acceptance in BUILT_IN else (params.acceptance,)
     built = BuildRequest(
         model,
@@ -133,7 +133,7 @@ def evaluate(
     settings, manifest = read_flags(compat), read_manifest(engine)
     check_engine(settings, manifest.build)
     topk, delta = read_grid(relaxed_topk, relaxed_delta, settings)
-    params = sampling_params(sampling, settings, manifest, max_tokens=OUTPUT_TOKENS)
+    params = make_sampling_params(sampling, settings, manifest, max_tokens=OUTPUT_TOKENS)
     options = list_changed_flags(load_flags)
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:

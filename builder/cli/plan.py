@@ -11,9 +11,9 @@ from mtpbuild.builder.cli.shared import RankFlags, parse_range, print_result
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import error_line
-from mtpbuild.runtime.configuration.settings import join, requested_ranks
+from mtpbuild.runtime.configuration.settings import join, read_requested_ranks
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from mtpbuild.runtime.flag_groups import flag, given_flags, group_flags
+from mtpbuild.runtime.flag_groups import find_given_flags, flag, group_flags
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "prefill_chunk"),
@@ -51,9 +51,9 @@ def plan(
     from mtpbuild.builder.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast, parse_measured
     from mtpbuild.builder.forecast.report import draw_forecast, make_plan_json, print_forecast
-    from mtpbuild.builder.show.pictures import why_no_pictures
+    from mtpbuild.builder.show.pictures import explain_no_pictures
 
-    if picture is not None and (why := why_no_pictures()):
+    if picture is not None and (why := explain_no_pictures()):
         raise MissingDependencyError(why)
     lengths = None
     if acceptance is not None:
@@ -63,7 +63,7 @@ def plan(
     request = ForecastRequest(
         model=model,
         nextn=() if nextn is None else parse_range(nextn),
-        ranks=requested_ranks(join(ranks.settings())),
+        ranks=read_requested_ranks(join(ranks.settings())),
         acceptance=lengths,
         measured=None if measured is None else parse_measured(measured),
         **vars(flags),
@@ -83,6 +83,6 @@ def plan(
 
 def refuse_gpu_flags(context: typer.Context) -> None:
     """Raise UsageError if flags for GPUs were given."""
-    if given := given_flags(context, FOR_GPUS):
+    if given := find_given_flags(context, FOR_GPUS):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"--cpu does not go with {flags}: they are for plans of GPUs")

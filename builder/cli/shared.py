@@ -14,14 +14,14 @@ import typer
 from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.configuration.settings import Given
-from mtpbuild.runtime.contract.target_options import option_flags
+from mtpbuild.runtime.contract.target_options import make_option_flags
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
 
-TargetFlags: Any = option_flags(build_options)
+TargetFlags: Any = make_option_flags(build_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +100,9 @@ def print_written_results(path: Path, json: bool, print_tables: Callable[[], Non
 
     Without matplotlib, a line on standard error says why there are no pictures.
     """
-    from mtpbuild.builder.show.pictures import why_no_pictures
+    from mtpbuild.builder.show.pictures import explain_no_pictures
 
-    why = why_no_pictures()
+    why = explain_no_pictures()
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:

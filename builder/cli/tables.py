@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
 from mtpbuild.builder.weights.scheme import AS_STORED
-from mtpbuild.runtime.contract.manifest import ranks_here
+from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
     drafters = Column("drafter", no_wrap=True)
     table = Table(folders, "nextn", drafters, "files", "size", "status")
     for engine in engines:
-        build, files = engine.manifest.build, engine.file_sizes()
+        build, files = engine.manifest.build, engine.list_file_sizes()
         table.add_row(
             str(engine.folder),
             build.drafts,
@@ -82,7 +82,7 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
         )
     print_lines(table, *{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
-        ranks = ranks_here(engine.folder, engine.manifest)
+        ranks = list_ranks_here(engine.folder, engine.manifest)
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
             here = ", ".join(map(str, ranks))
             print_lines(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
@@ -175,7 +175,7 @@ def print_quantized(done: "Quantized") -> None:
             f"({done.unfit[0]}, ..)"
         )
     if done.coarse:
-        from mtpbuild.builder.formats.integers import coarse_note
+        from mtpbuild.builder.formats.integers import describe_coarse_blocks
 
-        print_lines(coarse_note(done.coarse))
+        print_lines(describe_coarse_blocks(done.coarse))
     print_lines(f"wrote {done.folder}")

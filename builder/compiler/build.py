@@ -16,16 +16,16 @@ from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
 from mtpbuild.builder.compiler.job import Job, load_compiler, prepare
 from mtpbuild.builder.compiler.manifest_of import write_manifests
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.engine.staged import StagedFolder, discard_stale, staged_folder
-from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.engine.staged import StagedFolder, discard_stale, stage_folder
+from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import (
     WEIGHTS,
     Manifest,
     ProgramSpec,
-    engine_folders,
     hash_file,
+    list_engine_folders,
     read_manifest,
 )
 from mtpbuild.runtime.errors import BuildError
@@ -49,12 +49,12 @@ class BuiltEngine:
     unchanged: bool
     formats: str = ""  # of trunk, head and MTP module (`describe_formats`), if it was built now
 
-    def file_sizes(self) -> list[int]:
+    def list_file_sizes(self) -> list[int]:
         """Return the size of every file in bytes; manifests count as 0.
 
         A program that ranks share on disk counts once for each rank.
         """
-        listed = [part.files for _, part in engine_folders(self.folder, self.manifest)]
+        listed = [part.files for _, part in list_engine_folders(self.folder, self.manifest)]
         return [0] * len(listed) + [file.size for files in listed for file in files.values()]
 
 
@@ -105,11 +105,11 @@ def build_engine(
     """Build these ranks of an engine in a folder that gets its name when it is whole."""
     plan, request, target = job.plans[out], job.request, job.target
     inputs = f"{job.fingerprints[out]} {[*ranks]}"
-    with staged_folder(
+    with stage_folder(
         out, inputs=inputs, discard_parts=request.force, rank=request.rank, put=layout.publish
     ) as staged:
         # 4. Weights: written once, shared by every engine that has the same ones.
-        folders = layout.rank_folders(staged.folder, plan.ranks, ranks)
+        folders = layout.make_rank_folders(staged.folder, plan.ranks, ranks)
         if job.calibrates and WEIGHTS not in staged.hashes(staged.folder):
             calibrate_weights(job, weights, stages)
         with stages("write weights"):
@@ -120,7 +120,7 @@ def build_engine(
         # 5. One graph per program: step program -> torch.export -> target.
         with dumping(request, out):
             programs = compile_programs(job, out, weights.model, places, staged, folders, stages)
-        inexact = why_inexact(job, out, programs, folders)
+        inexact = explain_inexact(job, out, programs, folders)
 
         # 6. The directory: tokenizer, manifests with hashes, one rename.
         with stages("package"):
@@ -155,7 +155,7 @@ def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
     return dump_to(None if request.dump is None else request.dump / out.name)
 
 
-def why_inexact(
+def explain_inexact(
     job: Job, out: Path, programs: dict[str, ProgramSpec], folders: dict[int, Path]
 ) -> str | None:
     """Return why these programs are not exact, None if they are; with --exact, raise BuildError."""
@@ -216,13 +216,13 @@ def compile_programs(
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
-    from mtpbuild.builder.compiler.step_counts import temporary_bytes
+    from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
     from mtpbuild.builder.program.programs import make_programs
 
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs
     if shared and not job.request.force:
-        built = layout.intact_rank(out, job.fingerprints[out])
+        built = layout.find_intact_rank(out, job.fingerprints[out])
         if built is not None:
             layout.share_programs(built, folders.values())
             return read_manifest(built).programs
@@ -236,13 +236,13 @@ def compile_programs(
         name: str, rank: int, folder: Path, trace: "Callable[[], TracedProgram]"
     ) -> ProgramSpec:
         traced = trace()
-        temporary = temporary_bytes(traced) if plan.style.for_gpu else 0
+        temporary = count_temporary_bytes(traced) if plan.style.for_gpu else 0
         with stages(f"lower {name}"):
             return traced.spec(target.lower(replace(traced, rank=rank), places, folder), temporary)
 
     programs = dict[str, ProgramSpec]()
     # Graphs are full of live cycles: the garbage collector would take a tenth of the time.
-    with no_garbage_collection(), target.compiling():
+    with pause_garbage_collection(), target.compiling():
         for program in make_programs(plan, model.model):
             trace = cache(partial(trace_one, program))  # at most once, for all ranks
             for rank, folder in [first] if shared else [first, *others]:

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint import readable
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_index, shard_names
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_index, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, cut_layers
-from mtpbuild.builder.forecast.context import MAPPED, USUAL, weights_bytes
+from mtpbuild.builder.forecast.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
 from mtpbuild.builder.gguf.folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
-from mtpbuild.builder.plan.recipe import FoundModel, Model, instead_of, name_model
+from mtpbuild.builder.plan.recipe import FoundModel, Model, name_model, suggest_instead_of
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import format_size
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
@@ -84,8 +84,8 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         source = FoundModel(model.name, model.engine, repository.folder, request.mtp)
         source, config = cut_layers(request, source)
         _, plans = check_small_files(request, source, config)
-        names = weight_files(repository)
-        if wanted := sum(map(repository.lacking_bytes, names)):
+        names = list_weight_files(repository)
+        if wanted := sum(map(repository.count_lacking_bytes, names)):
             if request.max_seq_len is None:  # a smaller machine gets an engine of a shorter context
                 plans = {out: shorten(plan) for out, plan in plans.items()}
             check_disk_and_memory(repository.name, wanted, plans, repository.folder, room)
@@ -113,7 +113,7 @@ def download_gguf(
         opened = open_slice(folder, request.layers, request.mtp)
         read = {entry.file.name for entry in opened.tensors.values()}
         names = [name for name in head if PurePosixPath(name).name in read] + names
-        if wanted := sum(map(repository.lacking_bytes, names)):
+        if wanted := sum(map(repository.count_lacking_bytes, names)):
             check_disk_and_memory(repository.name, wanted, plans, folder, room)
         opened.check(opened.settle_modules(config, any(plan.nextn for plan in plans.values())))
     for name in names:  # the trunk's file comes last, so the head's is here with it
@@ -182,7 +182,7 @@ def fetch_small_files(repository: "Repository") -> None:
 
     Raises CheckpointError for an unsupported class, which the first file tells, or format.
     """
-    where, instead = repository.name, instead_of(repository.name, repository.made_from)
+    where, instead = repository.name, suggest_instead_of(repository.name, repository.made_from)
     if CONFIG in repository.files:
         repository.fetch(CONFIG)
         refuse_class(repository.folder / CONFIG)
@@ -222,9 +222,9 @@ def check_headers(
     named.check(named.settle_modules(config, drafts))
 
 
-def weight_files(repository: "Repository") -> list[str]:
+def list_weight_files(repository: "Repository") -> list[str]:
     """Return the names of the safetensors files that hold the model."""
-    names = shard_names(repository.folder)
+    names = read_shard_names(repository.folder)
     if missing := [name for name in names if name not in repository.files]:
         raise CheckpointError(f"{repository.name}: {INDEX} names {missing[0]}, which is not there")
     return names
@@ -248,7 +248,7 @@ def check_disk_and_memory(
     place = next(iter(plans)).parent
     engines, memory = room.disk(place), room.memory()
     free = engines.free - (wanted if engines.device == downloads.device else 0)
-    engine = weights_bytes(plan, folder)
+    engine = count_weights_bytes(plan, folder)
     if engine > free:
         raise DownloadError(
             f"{name}: the engine takes {format_size(engine)}, and beside the download the disk of "
@@ -273,10 +273,10 @@ def shorten(plan: Plan) -> Plan:
 def smaller(plan: Plan, folder: Path) -> str:
     """Return a hint at the target's smallest format, or "" if the engine would not get smaller."""
     sizes = {
-        name: weights_bytes(replace(plan, scheme=build_scheme(name)), folder)
+        name: count_weights_bytes(replace(plan, scheme=build_scheme(name)), folder)
         for name in plan.style.formats
     }
-    if not sizes or min(sizes.values()) >= weights_bytes(plan, folder):
+    if not sizes or min(sizes.values()) >= count_weights_bytes(plan, folder):
         return ""
     best = min(sizes, key=lambda name: sizes[name])
     return f"; --weights {best} makes one of {format_size(sizes[best])}"

@@ -26,7 +26,7 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
     """
     if asked.isdecimal():
         count = in_range(1, int(asked), vocab_size - 1, FLAG)
-        ids = list(most_frequent(checkpoint / TOKENIZER, vocab_size))[:count]
+        ids = list(list_most_frequent(checkpoint / TOKENIZER, vocab_size))[:count]
         if len(ids) < count:
             raise UsageError(f"{FLAG} {count}: {checkpoint / TOKENIZER} has {len(ids)} tokens")
     else:
@@ -46,7 +46,7 @@ def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
         (folder / DRAFT_VOCAB).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
-def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
+def list_most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
     """Yield the ids of a BPE tokenizer: added tokens first, then the others by frequency.
 
     Added tokens end texts and thoughts. Training a BPE merges the most frequent pair first, so the

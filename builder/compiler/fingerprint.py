@@ -44,7 +44,7 @@ REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def identities(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path) -> dict[str, str]:
     """Return the hash of each file of a checkpoint, by name."""
     try:
         weights = (
@@ -58,11 +58,11 @@ def identities(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
 
 
-def head_identities(place: Path) -> dict[str, str]:
+def hash_head_files(place: Path) -> dict[str, str]:
     """Return the hash of each file of MTP modules that are joined to a checkpoint, by name."""
-    from mtpbuild.builder.weights.head import head_files
+    from mtpbuild.builder.weights.head import find_head_files
 
-    files = head_files(place)
+    files = find_head_files(place)
     settings = files[0].parent / CONFIG
     named = [*files, settings] if settings.is_file() else files
     return {f"mtp/{path.name}": identity(path) for path in named}
@@ -73,7 +73,7 @@ def fingerprint(
 ) -> str:
     """Return the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
 
-    checkpoint: its `identities`. The result is the same on every machine, so it tells whether ranks
+    checkpoint: its `hash_files`. The result is the same on every machine, so it tells whether ranks
     that were built on different machines belong together.
     """
     modules = [type(target).__module__, getattr(target, "lowering", "")]
@@ -104,7 +104,7 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb", buffering=0) as file:
         for begin, end in list_spans(path, size):
-            for start, stop in sampled_spans(begin, end):
+            for start, stop in choose_sampled_spans(begin, end):
                 file.seek(start)
                 digest.update(file.read(stop - start))
     return digest.hexdigest()
@@ -126,7 +126,7 @@ def list_spans(path: Path, size: int) -> list[Span]:
     return header_pieces + list(pairwise(ends))
 
 
-def sampled_spans(begin: int, end: int) -> Iterator[Span]:
+def choose_sampled_spans(begin: int, end: int) -> Iterator[Span]:
     """Yield the parts of a span to hash: all of a small one, samples of a large one.
 
     Samples begin EVERY - SAMPLE bytes apart: any EVERY bytes contain a whole sample, and rows of
@@ -156,12 +156,12 @@ def hash_of_code(*modules: str, tree: Path = TREE) -> str:
     own = {name.partition(".")[0] for name in todo}
     while todo:
         name = todo.pop()
-        path = None if name in found else _file_of(name, tree)
+        path = None if name in found else _find_module_file(name, tree)
         if path is None:
             continue
         found[name], imported = _parse_code(path.read_text(encoding="utf-8"))
         if name != REGISTRY:
-            names = (*imported, *_modules_beside(name, path, tree))
+            names = (*imported, *_find_modules_beside(name, path, tree))
             todo += [each for each in names if each.partition(".")[0] in own and _is_covered(each)]
     return hashlib.sha256("\n".join(f"{n}\n{found[n]}" for n in sorted(found)).encode()).hexdigest()
 
@@ -170,7 +170,7 @@ def hash_of_code(*modules: str, tree: Path = TREE) -> str:
 def _parse_code(text: str) -> tuple[str, tuple[str, ...]]:
     """Return a module's code without docstrings, and the names that it imports."""
     code = ast.parse(text)
-    imported = tuple(_imported_names(code))
+    imported = tuple(_find_imported_names(code))
     for node in ast.walk(code):
         if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -181,7 +181,7 @@ def _is_covered(name: str) -> bool:
     return not name.startswith(f"{PACKAGE}.runtime") or name.startswith(CONTRACT)
 
 
-def _file_of(name: str, tree: Path) -> Path | None:
+def _find_module_file(name: str, tree: Path) -> Path | None:
     """Return a module's file, or None if the name is not a module's but, say, a function's."""
     root, *rest = name.split(".")
     module = sys.modules.get(root)
@@ -194,7 +194,7 @@ def _file_of(name: str, tree: Path) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _imported_names(code: ast.AST) -> Iterator[str]:
+def _find_imported_names(code: ast.AST) -> Iterator[str]:
     """Yield all names that a module imports, at any depth, except those for types alone."""
     for node in ast.iter_child_nodes(code):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -207,10 +207,10 @@ def _imported_names(code: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
             yield str(node.value)  # imported late, by this name
         else:
-            yield from _imported_names(node)
+            yield from _find_imported_names(node)
 
 
-def _modules_beside(name: str, path: Path, tree: Path) -> Iterator[str]:
+def _find_modules_beside(name: str, path: Path, tree: Path) -> Iterator[str]:
     """Yield the other modules of a folder that is a family's or an operator's."""
     families, operators = tree / "builder" / "models", tree / "plugins"
     folder = path.parent

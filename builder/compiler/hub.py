@@ -27,8 +27,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 from huggingface_hub.utils import logging as hub_logging
 
-from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
-from mtpbuild.builder.gguf.container import MAGIC, header_end
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder, find_repository_folder
+from mtpbuild.builder.gguf.container import MAGIC, find_header_end
 from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.errors import CheckpointError, DownloadError
 from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header, read_header
@@ -58,7 +58,7 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        return repository_folder(self.name) / "snapshots" / self.commit
+        return find_repository_folder(self.name) / "snapshots" / self.commit
 
     def fetch(self, name: str) -> None:
         """Download a file into the folder, unless it is there already."""
@@ -74,7 +74,7 @@ class Repository:
 
     def fetch_weights(self, name: str) -> None:
         """Download a large file into the folder; bytes from earlier calls are kept."""
-        blob, size = self._blob(name), self.files[name].size
+        blob, size = self._find_blob(name), self.files[name].size
         # huggingface_hub fetches larger files by another protocol, the only one that serves them.
         if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             with explain_errors(self.name, self.commit):
@@ -107,7 +107,7 @@ class Repository:
             with place.open("wb") as file:
                 file.write(start)
                 file.truncate(size)
-            end = header_end(place) if start.startswith(MAGIC) else 0
+            end = find_header_end(place) if start.startswith(MAGIC) else 0
             if count >= most or (end is not None and end <= count):
                 return
             count *= 4
@@ -130,20 +130,20 @@ class Repository:
                     break
         return got[:count]
 
-    def lacking_bytes(self, name: str) -> int:
+    def count_lacking_bytes(self, name: str) -> int:
         """Return the bytes of a file that are still to be fetched."""
-        size, blob = self.files[name].size, self._blob(name)
+        size, blob = self.files[name].size, self._find_blob(name)
         if size is None or (self.folder / name).exists():
             return 0
         if blob is None:
             return size
         return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
 
-    def _blob(self, name: str) -> Path | None:
+    def _find_blob(self, name: str) -> Path | None:
         """Return the path of a file's contents, named by hash; None if the hash is unknown."""
         file = self.files[name]
         etag = file.blob_id if file.lfs is None else file.lfs.sha256
-        return None if etag is None else repository_folder(self.name) / "blobs" / etag
+        return None if etag is None else find_repository_folder(self.name) / "blobs" / etag
 
     def _resume(self, name: str, blob: Path, size: int) -> None:
         """Fetch the rest of a file's contents, after any other process that is fetching them."""
@@ -186,10 +186,10 @@ def open_repository(name: str, revision: str) -> Repository:
             if isinstance(error, errors.HFValidationError | errors.BadRequestError):
                 raise
             raise DownloadError(
-                f"{hub_address()} does not answer as a Hugging Face hub does"
+                f"{find_hub_address()} does not answer as a Hugging Face hub does"
             ) from None
     if info.sha is None:
-        raise DownloadError(f"{hub_address()} names no commit of {name}")
+        raise DownloadError(f"{find_hub_address()} names no commit of {name}")
     files = {file.rfilename: file for file in info.siblings or ()}
     base = None if info.card_data is None else info.card_data.get("base_model")
     bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
@@ -201,7 +201,7 @@ def endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
-def hub_address() -> str:
+def find_hub_address() -> str:
     return endpoint() or constants.ENDPOINT
 
 
@@ -228,7 +228,7 @@ def explain_errors(name: str, revision: str) -> Iterator[None]:
 
 
 def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
-    hub = hub_address()
+    hub = find_hub_address()
     match error:
         case errors.OfflineModeIsEnabled():
             return OfflineError("HF_HUB_OFFLINE is set, so nothing is fetched")

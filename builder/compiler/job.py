@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
+from mtpbuild.builder.checkpoint.generation import GenerationIds, read_generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
-from mtpbuild.builder.compiler.fingerprint import fingerprint, head_identities, identities, identity
+from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files, hash_head_files, identity
 from mtpbuild.builder.compiler.plans import (
     check_flags,
     cut_layers,
@@ -21,7 +21,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.brought import brought_files
+from mtpbuild.builder.weights.brought import find_brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT
 from mtpbuild.runtime.contract.manifest import hash_file
 
@@ -92,13 +92,13 @@ def prepare(request: BuildRequest) -> Job:
     source, config = find_source(request)
     ids, plans = check_small_files(request, source, config)
     note_context(request, next(iter(plans.values())))
-    checkpoint = identities(source.folder)
+    checkpoint = hash_files(source.folder)
     if source.mtp is not None:
-        checkpoint |= head_identities(source.mtp)
+        checkpoint |= hash_head_files(source.mtp)
     if request.chat_template is not None:
         checkpoint["chat_template"] = hash_file(request.chat_template)
     drafters = dict.fromkeys(plan.drafter for plan in plans.values())
-    brought = [path for name in drafters for path in brought_files(name, config)]
+    brought = [path for name in drafters for path in find_brought_files(name, config)]
     checkpoint |= {f"drafter/{number}": identity(path) for number, path in enumerate(brought)}
     scheme = request.scheme
     if scheme is not None and scheme.calibration not in (None, OWN_TEXT):
@@ -124,7 +124,7 @@ def check_small_files(
     request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
     """Return token ids and plans, after all checks that read only the checkpoint's small files."""
-    ids = generation_ids(source.folder, config)
+    ids = read_generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
     plans = make_plans(request, source, config)
     for out in plans:

@@ -47,7 +47,7 @@ def write_manifests(
     for folder, rank in (ranks | {staged.folder: None}).items():
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
-            model=model_info(model),
+            model=make_model_info(model),
             build=build_info(job, out, model, exact=exact, probed=probed),
             target=job.target.info(plan),
             capabilities={
@@ -63,7 +63,7 @@ def write_manifests(
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def model_info(model: "OpenedModel") -> ModelInfo:
+def make_model_info(model: "OpenedModel") -> ModelInfo:
     """Return the model's part of a manifest."""
     config = {n: v for n, v in vars(model.config).items() if n in ModelInfo.model_fields}
     return ModelInfo(

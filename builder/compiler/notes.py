@@ -29,7 +29,7 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
         yield f"the MTP head is left out ({left[0]}, ..): it is not whole, and no draft needs it"
     own = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
     for what, modules in own.items():
-        if names := ", ".join(model.family.module_name(model.config, j) for j in modules):
+        if names := ", ".join(model.family.name_module(model.config, j) for j in modules):
             yield f"the {what} stored in {names} differs from the trunk's: drafts use it"
     if count := model.stored.tower:
         yield f"the vision tower ({count} tensors) is left out: the engine reads text alone"

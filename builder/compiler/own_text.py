@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mtpbuild.builder.measure.prompts import BUILT_IN, find_built_in
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.plan.recipe import find_model, recipe_folder
+from mtpbuild.builder.plan.recipe import find_model, find_recipe_folder
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages, Watch, say_time_left
@@ -60,7 +60,7 @@ def calibrate(
     request: names the model, and builds the engine that writes its texts with `build`. inputs: what
     a calibration that was cut off must have had to be continued.
     """
-    open_state(folder := state_folder(out), inputs, discard=request.force)
+    open_state(folder := find_state_folder(out), inputs, discard=request.force)
     texts = _texts(request, folder, stages, build)
     with stages("calibrate"):
         calibration = Calibration(view, config, make_batches(texts), folder, stages.watch)
@@ -96,13 +96,13 @@ def _log_calibrated(calibration: Calibration, done: Requantised) -> None:
         )
 
 
-def state_folder(out: Path) -> Path:
+def find_state_folder(out: Path) -> Path:
     """Return the folder of a calibration that is not finished."""
     return out.resolve().parent / f".{out.resolve().name}.calibration"
 
 
 def discard_calibration(out: Path) -> None:
-    shutil.rmtree(state_folder(out), ignore_errors=True)
+    shutil.rmtree(find_state_folder(out), ignore_errors=True)
 
 
 def open_state(folder: Path, inputs: str, *, discard: bool) -> None:
@@ -201,7 +201,7 @@ def _prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
     kinds = [read_requests(code, engine, params)[HELD_OUT:]]
     if chats:
         kinds.append(
-            read_requests(recipe_folder() / "calibration" / "prompts.jsonl", engine, params)
+            read_requests(find_recipe_folder() / "calibration" / "prompts.jsonl", engine, params)
         )
         kinds.append(read_requests(reasoning, engine, params)[HELD_OUT:])
     return [request for turn in zip_longest(*kinds) for request in turn if request is not None]

@@ -8,11 +8,11 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
-from mtpbuild.builder.forecast.context import USUAL, choose_context, weights_bytes
+from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.measure.host import physical_memory
+from mtpbuild.builder.measure.host import measure_memory
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.modules import stored_modules
+from mtpbuild.builder.models.modules import count_stored_modules
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import (
     ADAPTIVE_NEXTN,
@@ -25,7 +25,7 @@ from mtpbuild.builder.plan.plan import (
 )
 from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import build_options, load_target, targets_that
+from mtpbuild.builder.targets import build_options, list_target_names, load_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import FLOATS
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
@@ -33,7 +33,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.target_options import make_options
-from mtpbuild.runtime.contract.targets import find_target, targets_with
+from mtpbuild.runtime.contract.targets import find_target, list_targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer_files import read_template
 
@@ -53,7 +53,7 @@ def check_flags(request: BuildRequest) -> Target:
             f"--dump {request.dump}: a dry run compiles nothing: leave one of them out"
         )
     if request.exact and not target.may_be_exact:
-        can = targets_that(lambda other: other.may_be_exact)
+        can = list_target_names(lambda other: other.may_be_exact)
         raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")
     return target
 
@@ -62,7 +62,7 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
     """Raise UsageError for a format that the target can't keep, and name the targets that can."""
     if format is not None and format not in target.formats:
         keeps = ", ".join(target.formats) or "no quantised weights"
-        can = targets_that(lambda other: format in other.formats)
+        can = list_target_names(lambda other: format in other.formats)
         raise UsageError(
             f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
         )
@@ -80,7 +80,9 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
     if source.mtp is not None:
         from mtpbuild.builder.weights.head import open_head
 
-        modules = stored_modules(family_of(config), config, open_head(source.mtp, config).tensors)
+        modules = count_stored_modules(
+            family_of(config), config, open_head(source.mtp, config).tensors
+        )
         config = load_config(source.folder, modules)
     if request.layers is None:
         return source, config
@@ -90,7 +92,7 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
 
 def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -> dict[Path, Plan]:
     """Return the plan of the engine for each nextn, by the engine's folder."""
-    nextns = asked_nextns(config, request)
+    nextns = choose_nextns(config, request)
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options, flags=True)
     check_target(target, request, options, nextns)
@@ -101,7 +103,7 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
     capabilities = target.compute_capabilities(request, options)
     limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
     length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
-    ids = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
+    ids = choose_draft_ids(request, nextns, source.folder, config.vocab_size)
     suffix = name_suffix(request, style, ids)
     plans = dict[Path, Plan]()
     for asked in nextns:
@@ -128,21 +130,21 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
         )
     # Engines with our kernels take memory only for the rows of their caches that are in use.
     if request.max_seq_len is None and style.packs_weights and length < limit:
-        length = longest_context(plan=plans[out], limit=limit, folder=source.folder)
+        length = find_longest_context(plan=plans[out], limit=limit, folder=source.folder)
         plans = {out: replace(plan, max_seq_len=length) for out, plan in plans.items()}
     return plans
 
 
-def longest_context(plan: Plan, limit: int, folder: Path) -> int:
+def find_longest_context(plan: Plan, limit: int, folder: Path) -> int:
     """Return the context that memory allows for the plan with the most drafts."""
 
     def state_bytes(context: int) -> int:
         return sum(map(size_of, state_specs(replace(plan, max_seq_len=context))))
 
-    return choose_context(limit, physical_memory(), weights_bytes(plan, folder), state_bytes)
+    return choose_context(limit, measure_memory(), count_weights_bytes(plan, folder), state_bytes)
 
 
-def asked_draft_ids(
+def choose_draft_ids(
     request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
 ) -> tuple[int, ...]:
     """Return the ids of the tokens that drafts are chosen from; () means all tokens."""
@@ -155,7 +157,7 @@ def asked_draft_ids(
     return draft_ids(request.draft_vocab, folder, vocab_size)
 
 
-def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:
+def choose_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:
     """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
     if request.nextn is not None:
         return in_order(request.nextn)
@@ -172,10 +174,10 @@ def check_target(
 ) -> None:
     """Raise UsageError for flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
-        can = targets_with(Feature.ADAPT)
+        can = list_targets_with(Feature.ADAPT)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
     if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
-        can = targets_that(lambda other: other.several_ranks)
+        can = list_target_names(lambda other: other.several_ranks)
         raise UsageError(f"--tp and --ep are for target {can}")
     if request.rank is not None:
         if request.ranks.tp == 1:
@@ -190,7 +192,7 @@ def check_style(
     """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
     family = family_of(config)
     if style.for_gpu and family.attention not in target.gpu_attention:
-        can = targets_that(lambda other: family.attention in other.gpu_attention)
+        can = list_target_names(lambda other: family.attention in other.gpu_attention)
         where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
         raise UsageError(
             f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
@@ -200,7 +202,7 @@ def check_style(
         or request.ranks.tp > 1
         or Feature.SCORE not in find_target(target.name).features
     ):
-        raise UsageError(f"--score is for target {targets_with(Feature.SCORE)}")
+        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}")
 
 
 def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:

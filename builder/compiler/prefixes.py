@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.engine.layout import changed_engine
+from mtpbuild.builder.engine.layout import change_engine
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -24,17 +24,17 @@ from mtpbuild.runtime.contract.manifest import (
     read_manifest,
 )
 from mtpbuild.runtime.contract.programs import PrefixCaching
-from mtpbuild.runtime.contract.targets import find_target, targets_with
+from mtpbuild.runtime.contract.targets import find_target, list_targets_with
 from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.prefix_cache.files import (
     PRIVATE,
     STATES,
     PrefixFiles,
+    list_prefix_names,
+    name_prefix_file,
     open_prefixes,
-    prefix_file,
-    prefix_names,
 )
-from mtpbuild.runtime.prefix_cache.tree import RowSpan, count_common, root_key
+from mtpbuild.runtime.prefix_cache.tree import RowSpan, count_common, make_root_key
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -93,9 +93,9 @@ def add_prefix(
     most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
     if not least <= len(tokens) <= most:
         raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
-    file = prefix_file(name)
+    file = name_prefix_file(name)
     mode = PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode)
-    with changed_engine(engine, manifest.files.keys() - {file}, {file: mode}) as folder:
+    with change_engine(engine, manifest.files.keys() - {file}, {file: mode}) as folder:
         write_prefix(folder, manifest, name, tokens, compute(tokens))
         write_manifest(folder, manifest)
     return len(tokens)
@@ -104,10 +104,10 @@ def add_prefix(
 def remove_prefix(engine: Path, name: str) -> None:
     """Remove a prefix from an engine."""
     manifest = _read_unsplit(engine)
-    if name not in prefix_names(manifest):
-        has = ", ".join(prefix_names(manifest)) or "none"
+    if name not in list_prefix_names(manifest):
+        has = ", ".join(list_prefix_names(manifest)) or "none"
         raise UsageError(f"{engine}: has no prefix {name} (it has: {has})")
-    with changed_engine(engine, manifest.files.keys() - {prefix_file(name)}) as folder:
+    with change_engine(engine, manifest.files.keys() - {name_prefix_file(name)}) as folder:
         write_manifest(folder, manifest)
 
 
@@ -134,7 +134,7 @@ def list_prefixes(engine: Path) -> list[dict[str, Any]]:
         {
             "name": name,
             "tokens": len(file.span.tokens),
-            "bytes": manifest.files[prefix_file(name)].size,
+            "bytes": manifest.files[name_prefix_file(name)].size,
         }
         for name, file in open_prefixes(engine, manifest)
     ]
@@ -187,16 +187,16 @@ def write_prefix(
     tokens: Sequence[int],
     arrays: dict[str, NDArray[Any]],
 ) -> None:
-    path = folder / prefix_file(name)
+    path = folder / name_prefix_file(name)
     path.parent.mkdir(exist_ok=True)
-    PrefixFiles(manifest).write(path, RowSpan(root_key(""), 0, tuple(tokens)), arrays)
+    PrefixFiles(manifest).write(path, RowSpan(make_root_key(""), 0, tuple(tokens)), arrays)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with the prefixes that are in the folder."""
     paths = sorted((folder / PREFIXES).glob("*.safetensors"))
     found = {
-        prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
+        name_prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in paths
     }
     own = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
@@ -239,7 +239,7 @@ def _read_unsplit(engine: Path) -> Manifest:
 
 
 def _supporting() -> str:
-    return f"{targets_with(Feature.PREFIX_CACHE)}, of one rank"
+    return f"{list_targets_with(Feature.PREFIX_CACHE)}, of one rank"
 
 
 def _check_name(name: str) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.fingerprint import identities, identity
+from mtpbuild.builder.compiler.fingerprint import hash_files, identity
 from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
-from mtpbuild.builder.engine.staged import is_taken, staged_folder
+from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, entry_of
-from mtpbuild.builder.formats.integers import coarse_blocks
+from mtpbuild.builder.formats.integers import count_coarse_blocks
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
@@ -79,7 +79,7 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
             weights.setdefault(copy, Stored(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
     done = Quantized(request.out, unfit=list(new.unfit))
-    with staged_folder(request.out, "checkpoint") as building:
+    with stage_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:
             new = calibrate_view(request, new, config, source.folder, watch)
         write_shards(building.folder, split(new.tensors), encode_all(new, done, watch))
@@ -97,7 +97,7 @@ def calibrate_view(
     )
     text = request.scheme.calibration
     read = {} if text in (None, OWN_TEXT) else {text: identity(Path(text))}
-    inputs = json.dumps([identities(source), read, str(request.scheme)], sort_keys=True)
+    inputs = json.dumps([hash_files(source), read, str(request.scheme)], sort_keys=True)
     return calibrate(view, config, asked, request.out, inputs, Stages(watch), build)
 
 
@@ -117,7 +117,7 @@ def encode_all(
         portion.weights += 1
         for suffix, tensor in parts.items():
             portion.bytes += tensor.nbytes
-            done.coarse += coarse_blocks(tensor) if format is not None else 0
+            done.coarse += count_coarse_blocks(tensor) if format is not None else 0
             yield name + suffix, tensor
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, read_ids
-from mtpbuild.builder.compiler.manifest_of import describe_files, model_info
+from mtpbuild.builder.compiler.manifest_of import describe_files, make_model_info
 from mtpbuild.builder.compiler.notes import log_notes
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
-from mtpbuild.builder.engine.layout import changed_engine
+from mtpbuild.builder.engine.layout import change_engine
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
@@ -25,8 +25,8 @@ from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.brought import PREFIX, brought_files
-from mtpbuild.builder.weights.scheme import engine_scheme
+from mtpbuild.builder.weights.brought import PREFIX, find_brought_files
+from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     PREFIXES,
@@ -65,7 +65,7 @@ def refit(
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
-    target, options = refittable_target(engine, old)
+    target, options = require_refittable_target(engine, old)
 
     watch("check checkpoint")
     new = open_model(engine, old, model, target, options, mtp)
@@ -73,7 +73,7 @@ def refit(
 
     prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
     replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG} | prefixes
-    with changed_engine(engine, old.files.keys() - replaced) as folder:
+    with change_engine(engine, old.files.keys() - replaced) as folder:
         watch("write weights")
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
         refuse(engine, new.source.folder, list(list_tensor_differences(engine, folder)))
@@ -88,7 +88,7 @@ def refit(
     return old, read_manifest(engine)
 
 
-def refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]:
+def require_refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]:
     """Return an engine's target and its options; raise UsageError if it can't be refitted."""
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
@@ -113,7 +113,7 @@ def describe_refitted(
     fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
     changes = {
         "mtpbuild": version("mtpbuild"),
-        "model": model_info(new),
+        "model": make_model_info(new),
         "build": old.build.model_copy(update={"fingerprint": fingerprint}),
         "files": describe_files(folder, {**kept, WEIGHTS: sha256}),
     }
@@ -139,13 +139,13 @@ def open_model(
     new = open_checked(
         found,
         config,
-        generation_ids(found.folder, config),
+        read_generation_ids(found.folder, config),
         target.style(options, config),
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
-        brought=brought_files(old.build.drafter if brings else None, config),
-        scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
+        brought=find_brought_files(old.build.drafter if brings else None, config),
+        scheme=make_engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:
         refuse(engine, found.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

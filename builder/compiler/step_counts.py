@@ -89,7 +89,7 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
     fused: dict[Node, Node] = {}  # an operator -> another one of its kernel, or itself (union-find)
     readers: dict[Node, list[Node]] = defaultdict(list)
 
-    def kernel_of(node: Node) -> Node:
+    def find_kernel(node: Node) -> Node:
         while fused[node] is not node:
             node = fused[node]
         return node
@@ -112,10 +112,10 @@ def count_fused_kernels(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
         fused[node] = node
         for source in read[node]:
             if source in fused and depth[source] == own and not _is_summed(node):
-                fused[kernel_of(source)] = kernel_of(node)
+                fused[find_kernel(source)] = find_kernel(node)
     alone = sum(kind == "others" and node not in fused for node, kind in kinds.items())
     written = {
-        kernel_of(node)
+        find_kernel(node)
         for node in fused
         if call_name(node) in REDUCED
         or _is_summed(node)
@@ -203,7 +203,7 @@ def describe_counts(counts: StepCounts) -> str:
     return text
 
 
-def temporary_bytes(traced: TracedProgram) -> int:
+def count_temporary_bytes(traced: TracedProgram) -> int:
     """Return the most bytes of results held at once; symbolic sizes count with their upper bounds.
 
     A result that only fused operators read is never held. A result of a state's shape is written

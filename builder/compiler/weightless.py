@@ -10,9 +10,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls, temporary_bytes
+from mtpbuild.builder.compiler.step_counts import (
+    StepCounts,
+    count_step_calls,
+    count_temporary_bytes,
+)
 from mtpbuild.builder.formats import Shape
-from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
@@ -82,10 +86,13 @@ def export(
             with watch_layers(model.model, f"export {program.name}", watch):
                 traced = trace(program, plan)
             watch(f"count {program.name}")
-            counts[program.name] = count_step_calls(traced, temporary_bytes(traced))
+            counts[program.name] = count_step_calls(traced, count_temporary_bytes(traced))
         return counts
 
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
+        pause_garbage_collection(),
+    ):
         model.model.to_empty(device="cpu")
         return [count(plan) for plan in plans]
 

@@ -6,14 +6,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from mtpbuild.builder.engine.staged import is_taken, replace_folder, staged_folder
+from mtpbuild.builder.engine.staged import is_taken, replace_folder, stage_folder
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     Manifest,
     check_files,
     hash_file,
-    rank_name,
-    ranks_here,
+    list_ranks_here,
+    name_rank,
     read_manifest,
     read_rank,
 )
@@ -22,9 +22,9 @@ from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.ranks import Ranks
 
 
-def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int, Path]:
+def make_rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int, Path]:
     """Create and return the folder of each wanted rank; a single rank has the engine's folder."""
-    folders = {rank: folder / rank_name(rank) if ranks.tp > 1 else folder for rank in wanted}
+    folders = {rank: folder / name_rank(rank) if ranks.tp > 1 else folder for rank in wanted}
     for place in folders.values():
         place.mkdir(exist_ok=True)
     return folders
@@ -50,14 +50,14 @@ def link_files(engine: Path, folder: Path, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def changed_engine(
+def change_engine(
     engine: Path, kept: Iterable[str], modes: Mapping[str, int] | None = None
 ) -> Iterator[Path]:
     """Make a folder that replaces the engine if the block succeeds.
 
     kept: files to take over from the engine. modes: of files whose mode is not the engine's.
     """
-    with staged_folder(engine) as staged:
+    with stage_folder(engine) as staged:
         link_files(engine, staged.folder, kept)
         yield staged.folder
         keep_access(engine, staged.folder)
@@ -131,13 +131,13 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
     """Refuse to overwrite a folder that is not an engine, or another model's engine."""
     if not is_taken(out, MANIFEST, "an engine"):
         return
-    owner = model_of(out)
+    owner = name_model_at(out)
     if owner != model and not force:
         of = f"an engine of {owner}" if owner else f"an {MANIFEST} that can't be read"
         raise BuildError(f"{out} holds {of}; use --force to replace it, or choose another --out")
 
 
-def model_of(out: Path) -> str | None:
+def name_model_at(out: Path) -> str | None:
     """Return the name of the model at `out`, whatever the manifest's format version."""
     try:
         name = read_json(out / MANIFEST)["model"]["name"]
@@ -149,7 +149,7 @@ def model_of(out: Path) -> str | None:
 def refuse_mixed_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
     """Raise BuildError if a single rank would replace the ranks of another build."""
     manifest = find_engine(out)
-    if manifest is None or force or not ranks_here(out, manifest):
+    if manifest is None or force or not list_ranks_here(out, manifest):
         return
     if manifest.build.fingerprint != fingerprint:
         raise BuildError(
@@ -169,12 +169,12 @@ def find_missing_ranks(out: Path, fingerprint: str, ranks: Iterable[int]) -> lis
     return [rank for rank in ranks if manifest.split and not _is_intact(out, manifest, rank)]
 
 
-def intact_rank(out: Path, fingerprint: str) -> Path | None:
+def find_intact_rank(out: Path, fingerprint: str) -> Path | None:
     """Return the folder of the first intact rank at `out` that this build made, if any."""
     if (manifest := find_engine(out, fingerprint)) is None:
         return None
-    found = (rank for rank in ranks_here(out, manifest) if _is_intact(out, manifest, rank))
-    return next((out / rank_name(rank) for rank in found), None)
+    found = (rank for rank in list_ranks_here(out, manifest) if _is_intact(out, manifest, rank))
+    return next((out / name_rank(rank) for rank in found), None)
 
 
 def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
@@ -183,7 +183,7 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
         if rank is None:
             check_files(out, manifest)
         else:
-            check_files(out / rank_name(rank), read_rank(out, manifest, rank))
+            check_files(out / name_rank(rank), read_rank(out, manifest, rank))
     except (EngineError, OSError):
         return False
     return True
@@ -192,7 +192,7 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
 def publish(new: Path, out: Path) -> None:
     """Move an engine into place; ranks that were built alone join the others of their build."""
     manifest = read_manifest(new)
-    ranks = ranks_here(new, manifest)
+    ranks = list_ranks_here(new, manifest)
     if len(ranks) == manifest.build.tp or not manifest.split:
         replace_folder(new, out)
         return
@@ -204,7 +204,7 @@ def publish(new: Path, out: Path) -> None:
         replace_folder(new, out)
         return
     for rank in ranks:
-        name = rank_name(rank)
+        name = name_rank(rank)
         shutil.rmtree(out / name, ignore_errors=True)  # damaged, or to be replaced
         (new / name).rename(out / name)
     for file in (path for path in new.iterdir() if path.is_file()):

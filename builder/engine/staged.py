@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, rank_name
+from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, name_rank
 from mtpbuild.runtime.errors import BuildError
 
 JOURNAL = "parts.jsonl"  # the first line names the inputs, then each finished part has a line
@@ -127,7 +127,7 @@ def _backup(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staged_folder(
+def stage_folder(
     out: Path,
     what: str = "engine",
     *,
@@ -144,7 +144,7 @@ def staged_folder(
     written, or if another process builds the same engine.
     """
     place = out.resolve()  # if `out` is a link, its target is replaced
-    home = _staging_home(place, rank)
+    home = _find_staging_home(place, rank)
     try:
         with _locked(home, out):
             _restore_replaced(place)
@@ -168,15 +168,15 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     Parts of other inputs stay, and so do those of a running build.
     """
     place = out.resolve()
-    home = _staging_home(place, rank)
+    home = _find_staging_home(place, rank)
     with contextlib.suppress(OSError, BuildError):  # another build has it, or it can't be read
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
             with _locked(home, out):
                 _keep_or_remove(StagedFolder(home / place.name), home, out)
 
 
-def _staging_home(place: Path, rank: int | None) -> Path:
-    alone = "" if rank is None else f".{rank_name(rank)}"
+def _find_staging_home(place: Path, rank: int | None) -> Path:
+    alone = "" if rank is None else f".{name_rank(rank)}"
     return place.parent / f".{place.name}{alone}.building"
 
 

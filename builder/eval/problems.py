@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.measure.prompts import Prompt, add_seed, check_room, find_built_in
 from mtpbuild.builder.measure.runs import TimedAnswer, change_params, rotate, run_settled
 from mtpbuild.builder.stages import Watch, ignore
@@ -74,7 +74,7 @@ def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engi
             tokens = tokens[len(tokens) - tokens[::-1].index(end) :]
         elif [t for t in [*prompt, *tokens] if t in (begin, end)][-1:] == [begin]:
             return None
-    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace").strip()
+    return b"".join(map(tokenizer.decode_token, tokens)).decode("utf-8", "replace").strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def answer_problems(
 ) -> dict[str, list[GradedAnswer]]:
     """Answer the problems under each setting; the settings take turns at being first."""
     graded: dict[str, list[GradedAnswer]] = {name: [] for name in settings}
-    with no_garbage_collection():
+    with pause_garbage_collection():
         for i, problem in enumerate(problems):
             watch(f"problem {i + 1} of {len(problems)}")
             for name, changes in rotate([*settings.items()], i):

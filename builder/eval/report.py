@@ -16,8 +16,8 @@ from mtpbuild.builder.measure.statistics import ALL, Estimate
 from mtpbuild.builder.show.pictures import (
     COLOURS,
     GREY,
+    compute_error_bar_lengths,
     draw_panels,
-    error_bar_lengths,
     label_x,
     machine_note,
     write_above,
@@ -96,11 +96,13 @@ def compare_accuracy(mine: Sequence[bool], strict: Sequence[bool]) -> Figures:
         "value": fmean(each),
         **{"low": low, "high": high},  # the 95 % interval, by resampling the problems
         **{"lost": lost, "gained": gained},  # problems that strict alone, or `mine` alone, solves
-        "p_value": mcnemar_p_value(lost, gained),  # McNemar's exact test: do lost and gained differ
+        "p_value": compute_mcnemar_p_value(
+            lost, gained
+        ),  # McNemar's exact test: do lost and gained differ
     }
 
 
-def mcnemar_p_value(lost: int, gained: int) -> float:
+def compute_mcnemar_p_value(lost: int, gained: int) -> float:
     """Return the probability of a split at least as uneven, if both sides are equally likely."""
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
@@ -216,7 +218,7 @@ def draw_evaluation(report: Evaluation, path: Path) -> None:
     note = "95 % intervals; above the speedups: acceptance length"
     with draw_panels(path, f"{note}; {machine_note(report.machine)}", 3) as (figure, drawn):
         left, middle, right = drawn
-        draw_points(left, accuracy_estimates(rows), COLOURS[0])
+        draw_points(left, estimate_accuracies(rows), COLOURS[0])
         left.set_ylabel(SHARE)
         draw_points(middle, ratios, COLOURS[1])
         middle.set_ylabel("speedup over strict")
@@ -234,7 +236,7 @@ def draw_evaluation(report: Evaluation, path: Path) -> None:
         )
 
 
-def accuracy_estimates(rows: Sequence[SettingRow]) -> list[Estimate]:
+def estimate_accuracies(rows: Sequence[SettingRow]) -> list[Estimate]:
     """Return each setting's percentage of right answers."""
     found = ((row.overall["accuracy"], *row.overall["accuracy_interval"]) for row in rows)
     return [Estimate(*(100 * value for value in each)) for each in found]
@@ -244,17 +246,22 @@ def draw_points(axes: "Axes", points: Sequence[Estimate], colour: str) -> None:
     """Draw each setting's value and interval, and a line at strict's value."""
     values = [point.value for point in points]
     axes.errorbar(
-        range(len(points)), values, error_bar_lengths(points), fmt="o", color=colour, capsize=3
+        range(len(points)),
+        values,
+        compute_error_bar_lengths(points),
+        fmt="o",
+        color=colour,
+        capsize=3,
     )
     axes.axhline(values[0], color=GREY, linewidth=0.8)
 
 
 def draw_accuracy_over_speed(axes: "Axes", rows: Sequence[SettingRow]) -> None:
     """Draw each setting's accuracy over its speed; points above and to the right are better."""
-    points, speeds = accuracy_estimates(rows), [row.overall["user_tokens_per_s"] for row in rows]
+    points, speeds = estimate_accuracies(rows), [row.overall["user_tokens_per_s"] for row in rows]
     values = [point.value for point in points]
     axes.errorbar(
-        speeds, values, error_bar_lengths(points), fmt="o", color=COLOURS[2], elinewidth=0.5
+        speeds, values, compute_error_bar_lengths(points), fmt="o", color=COLOURS[2], elinewidth=0.5
     )
     for row, speed, value in zip(rows, speeds, values, strict=True):
         write_above(axes, row.name, speed, value, rotation=60, ha="left")

@@ -12,8 +12,8 @@ import numpy as np
 from mtpbuild.builder.measure.statistics import Estimate, estimate_share
 from mtpbuild.builder.show.pictures import (
     choose_colour,
+    compute_error_bar_lengths,
     draw_panels,
-    error_bar_lengths,
     share_legend,
 )
 from mtpbuild.builder.show.results import check_writable, write_results
@@ -194,7 +194,12 @@ def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
                     "label": result.trace.path.name,
                 }
                 axes.errorbar(
-                    x, y, error_bar_lengths(shares) if bins else None, fmt="o-", capsize=2, **look
+                    x,
+                    y,
+                    compute_error_bar_lengths(shares) if bins else None,
+                    fmt="o-",
+                    capsize=2,
+                    **look,
                 )
             axes.set_xlabel(title)
             axes.set_ylabel("share accepted")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.readable import stored_as
+from mtpbuild.builder.checkpoint.readable import name_stored_format
 from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.weights.requantised import format_by
@@ -32,9 +32,9 @@ def choose_context(
     return max(min(limit, USUAL), fitting)
 
 
-def weights_bytes(plan: Plan, folder: Path) -> int:
+def count_weights_bytes(plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file; the folder has the checkpoint's small files."""
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
-    format_of = partial(format_by, plan.scheme or SCHEMES[stored_as(folder)], plan.config)
+    format_of = partial(format_by, plan.scheme or SCHEMES[name_stored_format(folder)], plan.config)
     held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks, dtype)
     return count_file_bytes(held)

@@ -110,7 +110,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     sizes = sum_portions(layout, count_classes(layout, ALONE))
     fetched = needs_download(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
-    models = {weights: engine_model(layout, build_scheme(weights)) for weights in ASKED}
+    models = {weights: make_engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
         forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
@@ -137,7 +137,7 @@ def needs_download(request: ForecastRequest) -> bool:
     return not given and model.find_weights() is None
 
 
-def engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
+def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
     config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
@@ -231,16 +231,16 @@ def print_cpu_forecast(f: CpuForecast) -> None:
     print_lines(
         f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
         f"{available} available",
-        _checkpoint_table(f),
-        _download_line(f),
-        _engines_table(f),
+        _make_checkpoint_table(f),
+        _format_download_line(f),
+        _make_engines_table(f),
         fold=False,
     )
     _print_room(f)
     _print_reads(f)
 
 
-def _checkpoint_table(f: CpuForecast) -> Table:
+def _make_checkpoint_table(f: CpuForecast) -> Table:
     table = Table("checkpoint", "parameters", "size")
     for name, portion in f.portions.items():
         if portion.parameters:
@@ -249,14 +249,14 @@ def _checkpoint_table(f: CpuForecast) -> Table:
     return table
 
 
-def _download_line(f: CpuForecast) -> str:
+def _format_download_line(f: CpuForecast) -> str:
     if not f.download:
         return "download: nothing"
     free = format_size(f.machine.downloads.free)
     return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
 
 
-def _engines_table(f: CpuForecast) -> Table:
+def _make_engines_table(f: CpuForecast) -> Table:
     table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits", "context")
     for engine in f.engines:
         sizes = map(format_size, (engine.bytes, engine.memory[-1]))

@@ -12,7 +12,7 @@ from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.show.pictures import COLOURS, draw_panels, label_x
 from mtpbuild.builder.show.tables import format_size, print_lines
-from mtpbuild.builder.targets import targets_that
+from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def print_forecast(f: Forecast) -> None:
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
     print_lines(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
-    print_lines(_weights_table(f), fold=False)
+    print_lines(_make_weights_table(f), fold=False)
     _print_memory(f)
-    print_lines(_steps_table(f), _parts_table(f), fold=False)
+    print_lines(_make_steps_table(f), _make_parts_table(f), fold=False)
     _print_assumptions(f)
 
 
-def _weights_table(f: Forecast) -> Table:
+def _make_weights_table(f: Forecast) -> Table:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
     for weights in f.model.classes:
         table.add_row(
@@ -132,7 +132,7 @@ def _print_memory(f: Forecast) -> None:
         print_lines("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
-def _steps_table(f: Forecast) -> Table:
+def _make_steps_table(f: Forecast) -> Table:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
     lines: dict[str, Callable[[StepForecast], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
@@ -152,7 +152,7 @@ def _steps_table(f: Forecast) -> Table:
     return table
 
 
-def _parts_table(f: Forecast) -> Table:
+def _make_parts_table(f: Forecast) -> Table:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
     rows = [
@@ -176,7 +176,7 @@ def _print_assumptions(f: Forecast) -> None:
         note = "assumed to hold here: another model, machine or load has others; measure two nextn "
         print_lines(f"{note}and give --measured", style="yellow")
     attention = family_of(f.model.config).attention
-    if not targets_that(lambda target: attention in target.gpu_attention):
+    if not list_target_names(lambda target: attention in target.gpu_attention):
         note = "targets for GPUs have no kernel for this model's attention yet: "
         print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")
     if request.acceptance is None:

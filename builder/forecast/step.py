@@ -14,7 +14,12 @@ from mtpbuild.builder.forecast.machines import GpuSpec
 from mtpbuild.builder.forecast.weights import WeightClass
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.costs import Costs
-from mtpbuild.builder.plan.plan import DrafterName, choose_drafter, int8_width, modules_in_use
+from mtpbuild.builder.plan.plan import (
+    DrafterName,
+    choose_drafter,
+    count_int8_width,
+    count_modules_in_use,
+)
 from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scales besides
@@ -135,7 +140,7 @@ class CostModel:
             for tokens in passes:
                 rows_per_token, rows_read = (c.rows(context, count) for count in (1, tokens))
                 values = rows_read * attended + context * (width - attended)
-                read += values * self.row_bytes(width, load.cache) / width
+                read += values * self.count_row_bytes(width, load.cache) / width
                 operations += tokens * (rows_per_token * c.row_operations + context * scoring)
         requests = self.ranks.local(load.batch)
         bytes, operations = requests * read, requests * operations
@@ -146,16 +151,16 @@ class CostModel:
         limit = "memory" if memory >= compute else "compute"
         return StepPart(name, bytes, operations, max(memory, compute), limit)
 
-    def row_bytes(self, width: int, cache: str) -> int:
+    def count_row_bytes(self, width: int, cache: str) -> int:
         """Count the bytes of a cache row of `width` numbers."""
         if cache == "int8":
-            return int8_width(width, family_of(self.config).cache_sections(self.config))
+            return count_int8_width(width, family_of(self.config).cache_sections(self.config))
         return width * CACHE_BYTES[cache]
 
     def cache_bytes(self, nextn: int, cache: str) -> int:
         """Count a token's bytes per rank in all layers and in the modules that draft."""
-        used = self.config.num_hidden_layers + modules_in_use(self.drafter(nextn), nextn)
-        return sum(self.row_bytes(width, cache) for width in self.widths[:used])
+        used = self.config.num_hidden_layers + count_modules_in_use(self.drafter(nextn), nextn)
+        return sum(self.count_row_bytes(width, cache) for width in self.widths[:used])
 
     def weight_bytes(self, nextn: int) -> float:
         """Count the bytes of weights per rank; without drafts the modules are not loaded."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.readable import stored_as
+from mtpbuild.builder.checkpoint.readable import name_stored_format
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import NAMES, SIZES
@@ -21,7 +21,7 @@ from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
-from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, family_table
+from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 ROUTED = re.compile(r"\.experts\.\d+\.")  # a routed expert in a weight's name
@@ -90,7 +90,7 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
     if not has_weights(found.folder):
-        scheme = SCHEMES[stored_as(found.folder)]
+        scheme = SCHEMES[name_stored_format(found.folder)]
         return CheckpointLayout(
             found.name,
             config,
@@ -118,7 +118,7 @@ def count_classes(
     style: of the engines for GPUs whose bytes `per_rank` counts. None: tensors are held as stored.
     """
     found: dict[tuple[str, bool], WeightClass] = {}
-    table = family_table(layout.config, ranks)
+    table = make_family_table(layout.config, ranks)
     formats = {stored.name: layout.format(stored) for stored in table.stored.values()}
     held = {} if style is None else count_held_bytes(formats, table, style)
     # A layer's experts are alike: they are most of R1's 46,000 weights.
@@ -132,12 +132,14 @@ def count_classes(
         key, count = classify(layout.config, stored.name), 1 + len(others)
         weights = found.setdefault(key, WeightClass(*key))
         weights.parameters += (values := count * prod(stored.shape))
-        weights.parameters_per_rank += values * fraction_per_rank(stored, stored.shape, ranks)
+        weights.parameters_per_rank += values * compute_fraction_per_rank(
+            stored, stored.shape, ranks
+        )
         for entry in layout.parts(stored, format).values():
             weights.bytes += (size := count * entry.nbytes)
             weights.formats[UNQUANTISED if format is None else format.name] += size
             if of_rank is None:
-                weights.per_rank += size * fraction_per_rank(stored, entry.shape, ranks)
+                weights.per_rank += size * compute_fraction_per_rank(stored, entry.shape, ranks)
         weights.per_rank += count * (of_rank or 0)
     return sorted(found.values(), key=lambda weights: weights.module)
 
@@ -179,7 +181,7 @@ def count_engine_classes(
     format_of: a weight's format in the checkpoint that it is built of. dtype: the type of weights
     that are not quantised in the engine.
     """
-    table = choose_formats(family_table(config, ranks), format_of, style)
+    table = choose_formats(make_family_table(config, ranks), format_of, style)
     held = table.stored_formats
     engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
     found = count_classes(engine, ranks)
@@ -192,7 +194,7 @@ def count_file_bytes(classes: Iterable[WeightClass]) -> int:
     return round(sum(weights.per_rank for weights in classes))
 
 
-def fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
+def compute_fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
     shape: of the tensor, which may hold a quantised weight's scales; a scalar can't be split.
@@ -211,7 +213,7 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
         heads = {HEAD: "head", EMBEDDING: TIED if tied else "embedding"}
         return heads.get(name, "router, norms"), False
     layer, rest = place
-    return family.kind_of(rest), layer >= config.num_hidden_layers
+    return family.find_kind(rest), layer >= config.num_hidden_layers
 
 
 def sum_portions(

@@ -42,7 +42,7 @@ _shown = (f"{name} with weight{format.suffixes[1]}" for name, format in FORMATS.
 SUPPORTED = ", ".join((*DTYPES, *_shown))
 
 
-def stored_format(
+def find_stored_format(
     name: str, entries: Mapping[str, Entry], settings: Settings | None = None
 ) -> Format | None:
     """Return the format of weight `name`; None if it is not quantised, or in an unknown format.

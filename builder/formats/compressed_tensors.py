@@ -52,16 +52,16 @@ class Group:
         )  # fmt: skip
 
 
-def weight_groups(settings: Mapping[str, Any]) -> Iterator[Group]:
+def list_weight_groups(settings: Mapping[str, Any]) -> Iterator[Group]:
     """Yield the groups of a checkpoint's settings, the specific ones first."""
     groups = settings.get("config_groups")
     found = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
     yield from (group for group in found if group is not None)
 
 
-def hinted_group(settings: Mapping[str, Any], name: str) -> Group | None:
+def find_hinted_group(settings: Mapping[str, Any], name: str) -> Group | None:
     """Return the group that names a weight's module, else the first group."""
-    groups, module = [*weight_groups(settings)], name.removesuffix(".weight")
+    groups, module = [*list_weight_groups(settings)], name.removesuffix(".weight")
     first = groups[0] if groups else None
     return next((group for group in groups if group.names(module)), first)
 
@@ -245,7 +245,9 @@ def _choose_group(settings: Mapping[str, Any], name: str, words: int, scales: in
     Of several the one that names the module is chosen; if none agrees, too, so that the check of
     the weight's parts says what differs.
     """
-    groups = [*weight_groups(settings)] or [Group((), 4, words * 8 // scales if scales > 1 else 0)]
+    groups = [*list_weight_groups(settings)] or [
+        Group((), 4, words * 8 // scales if scales > 1 else 0)
+    ]
 
     def agrees(group: Group) -> bool:
         if not group.columns:
@@ -274,9 +276,9 @@ def find_unread_setting(settings: Mapping[str, Any]) -> str | None:
     )
 
 
-def kept_as(settings: Mapping[str, Any]) -> str:
+def name_kept_format(settings: Mapping[str, Any]) -> str:
     """Return a recipe's name for the layout in which engines keep most weights."""
-    group = next(weight_groups(settings), Group(()))
+    group = next(list_weight_groups(settings), Group(()))
     if group.floats:
         return {4: "nvfp4", 8: "fp8"}.get(group.bits, "bf16")
     return "int4" if group.bits <= 4 else "int8"

@@ -144,7 +144,7 @@ class Format(ABC):
         """Return a part [.., out, ..] in the layout of the CPU's kernels, if `packs`."""
         raise NotImplementedError
 
-    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
+    def shape_second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int] | None:
         """Return the shape of an engine weight's second scales, None if the format has none."""
         return None
 

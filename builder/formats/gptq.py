@@ -104,7 +104,7 @@ class PackedWords(ReadFormat):
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
-        groups = groups_of(columns, self.block)
+        groups = count_groups(columns, self.block)
         parts = {
             "": Entry("I32", self.words(shape)),
             ZEROS: Entry("I32", (groups, rows * self.bits // WORD)),
@@ -190,7 +190,7 @@ def make_format(kind: type[PackedWords], geometry: Geometry) -> PackedWords:
 def find_format(
     name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format | None:
-    if entries[name].dtype != "I32" or version_of(settings) is None:
+    if entries[name].dtype != "I32" or find_gptq_version(settings) is None:
         return None
     return infer_format(Gptq, name, entries, settings)
 
@@ -206,31 +206,31 @@ def infer_format(
     weight, none = entries[name], Entry("F16", ())
     scales, zeros = (entries.get(f"{name}{suffix}", none) for suffix in (SCALES, ZEROS))
     own = settings_of(name, settings)
-    bits, group = own.get("bits", own.get("w_bit")), group_of(own)
+    bits, group = own.get("bits", own.get("w_bit")), find_group_size(own)
     if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
         found = WORD * zeros.shape[1] / scales.shape[1]
         bits = int(found) if found in WIDTHS else bits
         inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
-        said = (group, *map(group_of, (settings, *overrides(settings))))
-        group = next((g for g in said if groups_of(inputs, g) == scales.shape[0]), group)
+        said = (group, *map(find_group_size, (settings, *overrides(settings))))
+        group = next((g for g in said if count_groups(inputs, g) == scales.shape[0]), group)
     indexed = f"{name}{INDEX}" in entries
     geometry = Geometry(
         bits if bits in WIDTHS else BITS,
         group,
         scales.dtype if scales.dtype in DTYPES else "F16",
         symmetric=bool(own.get("sym", not own.get("zero_point", True))),
-        less=int(version_of(settings) == 1),
+        less=int(find_gptq_version(settings) == 1),
         indexed=indexed,
         ordered=not (indexed and own.get("desc_act", False)),
     )
     return make_format(kind, geometry)
 
 
-def groups_of(inputs: int, group: int) -> int:
+def count_groups(inputs: int, group: int) -> int:
     return 1 if group < 0 else ceil(inputs / group)
 
 
-def group_of(settings: Mapping[str, Any]) -> int:
+def find_group_size(settings: Mapping[str, Any]) -> int:
     """Return the number of inputs that share a scale, -1 for all of them."""
     group = settings.get("group_size", settings.get("q_group_size", GROUP))
     return group if isinstance(group, int) and group > 0 else -1
@@ -239,10 +239,12 @@ def group_of(settings: Mapping[str, Any]) -> int:
 def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
     for key in ("dynamic", "extra_config"):
-        yield from settings_by_module(settings, key).values()
+        yield from read_settings_by_module(settings, key).values()
 
 
-def settings_by_module(settings: Mapping[str, Any], key: str) -> Mapping[str, Mapping[str, Any]]:
+def read_settings_by_module(
+    settings: Mapping[str, Any], key: str
+) -> Mapping[str, Mapping[str, Any]]:
     """Return the settings by module under a key, without those that are no objects."""
     rules = settings.get(key)
     named = rules.items() if isinstance(rules, dict) else ()
@@ -254,7 +256,7 @@ def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
     for key in ("dynamic", "extra_config"):
-        if not (rules := settings_by_module(settings, key)):
+        if not (rules := read_settings_by_module(settings, key)):
             continue
         matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
         rule = next((n for n in names if n in rules), None) or next(matching, None)
@@ -277,7 +279,7 @@ def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
     return found
 
 
-def version_of(settings: Mapping[str, Any]) -> int | None:
+def find_gptq_version(settings: Mapping[str, Any]) -> int | None:
     """Return the version of GPTQ's zero points, None if the settings name another format."""
     method, packing = settings.get("quant_method"), str(settings.get("packing_format"))
     if method == "auto-round" and "awq" not in packing:

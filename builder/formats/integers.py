@@ -312,7 +312,7 @@ def _unpacked(nibbles: Tensor) -> Tensor:
     return torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(1)
 
 
-def coarse_blocks(scales: Tensor) -> int:
+def count_coarse_blocks(scales: Tensor) -> int:
     """Count the blocks of integers that lose accuracy because their scale is too small for fp16."""
     if scales.dtype != torch.float16:
         return 0
@@ -321,7 +321,7 @@ def coarse_blocks(scales: Tensor) -> int:
     return int(((scales != 0) & (scales.abs() < FINEST)).sum())
 
 
-def coarse_note(blocks: int) -> str:
+def describe_coarse_blocks(blocks: int) -> str:
     return (
         f"{blocks:,} blocks of {BLOCK} weights lose accuracy: they are so small that rounding "
         "their scale to fp16 changes it by up to an eighth, or more"

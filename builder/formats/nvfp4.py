@@ -50,7 +50,7 @@ class Nvfp4(Format):
 
     def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         parts = NVFP4.parts(shape)
-        second = self.second_scales((shape[1], shape[0]), joined)
+        second = self.shape_second_scales((shape[1], shape[0]), joined)
         return parts[""], parts["_scale"], Entry("F32", second)
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -80,7 +80,7 @@ class Nvfp4(Format):
             return part
         return part[..., :1] if joined == 1 else part[..., :1, :]
 
-    def second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int]:
+    def shape_second_scales(self, shape: Shape, joined: int | None) -> tuple[int, int]:
         return (shape[-2] // GROUP, 1) if joined == 1 else (1, shape[-1])
 
 

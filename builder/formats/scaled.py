@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.formats.compressed_tensors import hinted_group
+from mtpbuild.builder.formats.compressed_tensors import find_hinted_group
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
@@ -111,7 +111,7 @@ def find_format(
     if scale.dtype not in (*DTYPES, *POWERS):
         return None
     zero = entries.get(f"{name}_zero_point")
-    group = hinted_group(settings, name) if zero is None or len(scale.shape) == 2 else None
+    group = find_hinted_group(settings, name) if zero is None or len(scale.shape) == 2 else None
     if zero is None and weight.dtype == "I8" and group is not None and not group.symmetric:
         zero = Entry("I8", scale.shape)  # missing, which the check of the parts says
     return _scaled(weight, scale, zero, _sides(weight, scale, group.block if group else ()))

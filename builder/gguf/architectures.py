@@ -103,7 +103,7 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(file: GgufFile) -> Architecture:
+def find_architecture(file: GgufFile) -> Architecture:
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         known = ", ".join(ARCHITECTURES)
@@ -118,7 +118,7 @@ def list_weights(file: GgufFile) -> Iterator[GgufWeight]:
 
     A tensor that is unknown keeps its name, so that checking the checkpoint refuses it.
     """
-    own, blocks = architecture_of(file), dict[int, dict[str, RawTensor]]()
+    own, blocks = find_architecture(file), dict[int, dict[str, RawTensor]]()
     for name, tensor in file.tensors.items():
         if match := BLOCK.fullmatch(name):
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor
@@ -145,7 +145,7 @@ def _layer(
     """Yield the weights of a layer: those made of several tensors, stacks of experts, the rest."""
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
     if "attn_k_b.weight" in tensors and "attn_v_b.weight" in tensors:
-        yield _joined_heads(at, tensors.pop("attn_k_b.weight"), tensors.pop("attn_v_b.weight"))
+        yield _join_kv_heads(at, tensors.pop("attn_k_b.weight"), tensors.pop("attn_v_b.weight"))
     if file.architecture == "qwen3next":
         yield from _packed(file, at, tensors)
     for name, tensor in tensors.items():
@@ -229,7 +229,7 @@ def _experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]:
             yield GgufWeight(name, shape, (stack,), expert=e, part=part)
 
 
-def _joined_heads(at: str, keys: RawTensor, values: RawTensor) -> GgufWeight:
+def _join_kv_heads(at: str, keys: RawTensor, values: RawTensor) -> GgufWeight:
     """Return kv_b_proj [heads * (nope + v), latent]; the file has keys transposed in each head."""
     heads, rank, nope = keys.shape
     shape = (heads * (nope + values.shape[1]), rank)

@@ -125,14 +125,14 @@ class GgufFile:
         return int(self.key("block_count")) - self.modules
 
 
-def own_path(path: Path) -> Path:
+def find_own_path(path: Path) -> Path:
     """Return the user's own file, not the link to it; what hubs link to has no such name."""
     while path.is_symlink() and (target := path.parent / path.readlink()).suffix == path.suffix:
         path = target
     return path.parent.resolve() / path.name
 
 
-def shard_paths(path: Path) -> list[Path]:
+def find_shard_paths(path: Path) -> list[Path]:
     """Return the paths of all shards of a GGUF file, given one; raise if one is missing."""
     match = SHARD.fullmatch(path.name)
     if match is None:
@@ -150,8 +150,8 @@ def shard_paths(path: Path) -> list[Path]:
 def read_file(path: Path) -> GgufFile:
     """Read keys and the places of tensors, of all shards; raise CheckpointError."""
     tensors, first = dict[str, RawTensor](), None
-    path = own_path(path)
-    for shard in shard_paths(path):
+    path = find_own_path(path)
+    for shard in find_shard_paths(path):
         stat = shard.stat()
         keys, found = _read_header(shard, stat.st_size, stat.st_mtime_ns)
         first = keys if first is None else first
@@ -162,7 +162,7 @@ def read_file(path: Path) -> GgufFile:
     return GgufFile(path, first, tensors)
 
 
-def header_end(path: Path) -> int | None:
+def find_header_end(path: Path) -> int | None:
     """Return where a file's header ends; None if it can't be read, as it may lack bytes."""
     with needs("build", "gguf"):
         from gguf import GGUFReader

@@ -16,13 +16,19 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.hub_cache import find_snapshot
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.gguf.architectures import architecture_of, list_weights
+from mtpbuild.builder.gguf.architectures import find_architecture, list_weights
 from mtpbuild.builder.gguf.choice import ENDING, HEAD, PROJECTOR, choose_head, choose_model
-from mtpbuild.builder.gguf.container import SHARD, GgufFile, own_path, read_file, shard_paths
+from mtpbuild.builder.gguf.container import (
+    SHARD,
+    GgufFile,
+    find_own_path,
+    find_shard_paths,
+    read_file,
+)
 from mtpbuild.builder.gguf.mapped import GgufWeight
-from mtpbuild.builder.gguf.tokenizer import tokenizer_files, unknown_split
+from mtpbuild.builder.gguf.tokenizer import explain_unknown_split, tokenizer_files
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.files import user_cache_folder
+from mtpbuild.runtime.files import find_user_cache
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,7 @@ def find_head(trunk: Path) -> Path | None:
     return trunk.with_name(found[0]) if found else None
 
 
-def cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path | None:
+def find_cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path | None:
     """Return the path of a downloaded file that `tag` names; None if parts of it are missing."""
     snapshot = find_snapshot(repository, revision)
     if snapshot is None or not snapshot.is_dir():
@@ -64,12 +70,12 @@ def cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path 
     here = (path for path in snapshot.rglob(f"*{ENDING}") if path.is_file())
     try:
         found = choose_model(repository, [str(p.relative_to(snapshot)) for p in here], tag)
-        return shard_paths(snapshot / found[0])[0]
+        return find_shard_paths(snapshot / found[0])[0]
     except CheckpointError:
         return None
 
 
-def how_to_join(path: Path) -> str:
+def explain_joining(path: Path) -> str:
     """Return how a GGUF file gets an MTP head, as the end of a message; "" for other paths."""
     return f", or put its head beside it as {HEAD}{path.name}" if path.suffix == ENDING else ""
 
@@ -112,7 +118,7 @@ def refuse_other(trunk: GgufFile, head: GgufFile) -> None:
             )
 
 
-def checkpoint_folder(path: Path) -> Path:
+def find_checkpoint_folder(path: Path) -> Path:
     """Return a folder in which a GGUF file is a checkpoint; any other folder is returned as it is.
 
     path: the file, one of its shards, or a folder with one.
@@ -123,10 +129,10 @@ def checkpoint_folder(path: Path) -> Path:
         path = find_trunk(path)
     elif path.suffix != ENDING or not path.is_file():
         return path  # reading it tells what is wrong
-    path = own_path(shard_paths(path)[0])
-    paths = shard_paths(path)
+    path = find_own_path(find_shard_paths(path)[0])
+    paths = find_shard_paths(path)
     if (head := find_head(path)) is not None:
-        paths += shard_paths(head)
+        paths += find_shard_paths(head)
     folder = _cache() / f"{path.stem}-{_hash(paths)}"
     kept = folder.is_dir()
     try:
@@ -145,7 +151,7 @@ def make_checkpoint(folder: Path, paths: list[Path], beside: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for source in paths:
             _link(source, folder / source.name)
-        for name, text in dict(_made_files(folder)).items():
+        for name, text in dict(_make_files(folder)).items():
             partial = folder / f"{name}.{os.getpid()}"
             partial.write_text(text, encoding="utf-8")
             partial.replace(folder / name)
@@ -167,21 +173,21 @@ def keep_configuration(folder: Path, name: str) -> Path:
     return kept
 
 
-def _made_files(folder: Path) -> Iterator[tuple[str, str]]:
+def _make_files(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the files that are made from the keys."""
     file = read_model(folder)
-    yield CONFIG, json.dumps(architecture_of(file).config(file), indent=2)
+    yield CONFIG, json.dumps(find_architecture(file).config(file), indent=2)
     yield from tokenizer_files(file)
 
 
 def _note_tokenizer(file: GgufFile, beside: Path) -> None:
-    why = unknown_split(file)
+    why = explain_unknown_split(file)
     if why is not None and not (beside / TOKENIZER).is_file():
         note = "note: %s: %s: the engine takes token ids; put a %s beside it"
         logger.warning(note, file.path.name, why, TOKENIZER)
 
 
-def weights_in(folder: Path) -> list[GgufWeight]:
+def list_gguf_weights(folder: Path) -> list[GgufWeight]:
     """Return the weights of a folder's GGUF files under the checkpoint's names."""
     return [*list_weights(read_model(folder))]
 
@@ -193,7 +199,7 @@ def _link(source: Path, link: Path) -> None:
 
 
 def _cache() -> Path:
-    return user_cache_folder() / "gguf"
+    return find_user_cache() / "gguf"
 
 
 def _hash(paths: list[Path]) -> str:

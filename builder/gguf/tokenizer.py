@@ -117,7 +117,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def unknown_split(file: GgufFile) -> str | None:
+def explain_unknown_split(file: GgufFile) -> str | None:
     """Return why no tokenizer is made from the keys; None if one is, or if there are no tokens."""
     kind, pre = (str(file.keys.get(AT + key)) for key in ("model", "pre"))
     if f"{AT}tokens" not in file.keys or (kind == "gpt2" and pre in SPLITS):

@@ -47,8 +47,8 @@ def compare_texts(
 
     The last two are limits, which are wider for engines that round more.
     """
-    noise = largest_without_jumps(
-        n for pair in zip(ours, theirs, strict=True) for n in logprob_differences(*pair)
+    noise = find_largest_without_jumps(
+        n for pair in zip(ours, theirs, strict=True) for n in list_logprob_differences(*pair)
     )
     limit = TIE_FACTOR * max(noise, LEAST_NOISE)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
@@ -103,7 +103,7 @@ def find_differences(
         ours = replay(number, wanted[:at], len(wanted) - at)
 
 
-def largest_without_jumps(differences: Iterable[float]) -> float:
+def find_largest_without_jumps(differences: Iterable[float]) -> float:
     """Return the largest difference after leaving out the largest 1 %; 0 if there is none.
 
     Where two experts have the same score to the last bit, either may be chosen, and the
@@ -113,7 +113,7 @@ def largest_without_jumps(differences: Iterable[float]) -> float:
     return found[-1 - len(found) // 100] if found else 0.0
 
 
-def logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[float]:
+def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[float]:
     """List the differences of log-probabilities, up to the first token that differs."""
     same = find_first_difference(ours.token_ids, theirs.token_ids)
     return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]

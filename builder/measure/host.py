@@ -37,7 +37,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "instructions": [name for name in INSTRUCTIONS if name in flags],
         "cores": measure_limits().processors,
         "threads": threads,
-        "memory_bytes": physical_memory(),
+        "memory_bytes": measure_memory(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -47,7 +47,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     }
 
 
-def physical_memory() -> int | None:
+def measure_memory() -> int | None:
     """Return the bytes of memory that this process may take; None if the system doesn't say."""
     if (memory := measure_limits().memory) is not None:
         return memory
@@ -119,4 +119,4 @@ class Room:
     memory: Callable[[], int | None]
 
 
-THIS_MACHINE = Room(find_disk, physical_memory)
+THIS_MACHINE = Room(find_disk, measure_memory)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import DatasetFlags
-from mtpbuild.builder.plan.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import find_recipe_folder
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -50,7 +50,7 @@ def load_groups(dataset: Dataset, engine: Engine, concurrency: int) -> list[Grou
 
 def find_built_in(name: str) -> Path:
     """Find the file of a built-in dataset or task."""
-    return recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"
+    return find_recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"
 
 
 def make_groups(

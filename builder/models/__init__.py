@@ -9,7 +9,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig as ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
-from mtpbuild.builder.checkpoint.shards import stored_names
+from mtpbuild.builder.checkpoint.shards import read_stored_names
 from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.builder.models.modules import set_modules, with_modules
 from mtpbuild.runtime.errors import CheckpointError
@@ -21,7 +21,7 @@ _REGISTERED: dict[str, Family] = {}
 def register(family: Family) -> None:
     """Add a family to the built-in ones."""
     _REGISTERED[family.name] = family
-    _family_of_type.cache_clear()
+    _find_family_by_type.cache_clear()
 
 
 def families() -> list[Family]:
@@ -77,11 +77,11 @@ def naming(path: Path) -> Iterator[None]:
 def family_of(config: ModelConfig) -> Family:
     """Return the family to which a configuration belongs."""
     kind: type = type(config)
-    return _family_of_type(kind)
+    return _find_family_by_type(kind)
 
 
 @cache  # called for every weight
-def _family_of_type(config: type) -> Family:
+def _find_family_by_type(config: type) -> Family:
     return next(family for family in families() if config is family.config)
 
 
@@ -99,7 +99,7 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
             family = find_family(raw)
             if modules is not None:
                 return family.parse_config(set_modules(family, raw, modules))
-            return family.parse_config(with_modules(family, raw, stored_names(folder)))
+            return family.parse_config(with_modules(family, raw, read_stored_names(folder)))
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

@@ -11,7 +11,7 @@ from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, map_copies
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
-from mtpbuild.runtime.contract.state import StateSpec, layer_state
+from mtpbuild.runtime.contract.state import StateSpec, name_layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Recurrent:
     def spec(self, batch: int) -> StateSpec:
         """Return the spec for all slots; the state can be copied, but not cut back to a token."""
         return StateSpec(
-            name=layer_state(self.name, self.layer),
+            name=name_layer_state(self.name, self.layer),
             role="recurrent",
             owner=f"layers.{self.layer}",
             dtype=self.dtype,
@@ -93,7 +93,7 @@ class Family:
     own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
     join: str = "eh_proj"  # the weight of an MTP module that joins an embedding and a hidden state
 
-    def kind_of(self, name: str) -> str:
+    def find_kind(self, name: str) -> str:
         """Return the kind of a layer's weight, by its name in the layer, for tables."""
         kinds = {**self.own_kinds, **KINDS}
         return next((kind for text, kind in kinds.items() if text in name), "eh_proj")
@@ -102,7 +102,7 @@ class Family:
         """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
         return map_copies(c, self.copies(c))
 
-    def module_name(self, c: ModelConfig, j: int) -> str:
+    def name_module(self, c: ModelConfig, j: int) -> str:
         """Return the name of MTP module j, from 0, in a checkpoint."""
         return f"{self.modules}{j}" if self.modules else f"model.layers.{c.num_hidden_layers + j}"
 

@@ -24,7 +24,7 @@ JOIN = (
 )
 
 
-def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
+def count_stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
     """Count the modules that have tensors, up to the first one without any."""
     layers = {place[0] for name in names if (place := family.place(c, name))}
     count = 0
@@ -33,15 +33,15 @@ def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
     return count
 
 
-def sure_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
-    """Count the modules as `stored_modules` does, but not by tensors that a main layer has, too."""
+def count_sure_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
+    """Count the modules, but not by tensors that a main layer has, too."""
     if family.modules:
         prefixes = tuple(filter(None, (family.modules, family.module_extra_prefix)))
         own = (name for name in names if name.startswith(prefixes))
     else:
         signs = tuple(f".{sign}." for sign in (family.join, *SIGNS))
         own = (name for name in names if any(sign in name for sign in signs))
-    return stored_modules(family, c, own)
+    return count_stored_modules(family, c, own)
 
 
 def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -52,9 +52,9 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
     """
     config, names = family.parse_config(raw), list(names)
     if raw.get(KEY) is None:
-        raw = {**raw, KEY: stored_modules(family, config, names)}
+        raw = {**raw, KEY: count_stored_modules(family, config, names)}
         config = family.parse_config(raw)
-    found = sure_modules(family, config, names)
+    found = count_sure_modules(family, config, names)
     more = found > config.num_nextn_predict_layers
     return set_modules(family, raw, found) if more else raw
 
@@ -67,25 +67,25 @@ def set_modules(family: Family, raw: Mapping[str, Any], count: int) -> Mapping[s
     return {**raw, KEY: count, family.modules_key: count}
 
 
-def head_name(family: Family, c: ModelConfig, name: str) -> str | None:
+def name_head_tensor(family: Family, c: ModelConfig, name: str) -> str | None:
     """Return a module's tensor's name in the model's checkpoint, from a file that holds heads.
 
     Such files may count layers from 0, and leave out the prefix `mtp.`.
     """
     bare = name.removeprefix(OWN_PREFIX)
     if match := OWN_LAYER.fullmatch(bare):
-        return f"{family.module_name(c, int(match[1]))}.{match[2]}"
+        return f"{family.name_module(c, int(match[1]))}.{match[2]}"
     if family.module_extra_prefix and not bare.startswith(NOT_OWN):
         return family.module_extra_prefix + bare
     return None
 
 
-def lone_name(family: Family, c: ModelConfig, name: str) -> str:
+def name_lone_tensor(family: Family, c: ModelConfig, name: str) -> str:
     """Return the name of the first module's tensor, from a file in which it has no number."""
     bare = name.removeprefix(next(prefix for prefix in PREFIXES if name.startswith(prefix)))
     for theirs, ours in SPELLED.items():
         bare = bare.replace(theirs, ours) if bare.startswith(theirs) else bare
-    return f"{family.module_name(c, 0)}.{bare}"
+    return f"{family.name_module(c, 0)}.{bare}"
 
 
 def is_module(family: Family, c: ModelConfig, name: str) -> bool:
@@ -104,6 +104,6 @@ def refuse_stripped(
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
-            f"MTP layer {family.module_name(c, there)} was stripped (quantised and fine-tuned "
+            f"MTP layer {family.name_module(c, there)} was stripped (quantised and fine-tuned "
             f"copies often lack it): {JOIN}{instead}"
         )

@@ -16,9 +16,9 @@ from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
     StateSpec,
-    layer_rows,
-    module_rows,
-    rows_spec,
+    make_rows_spec,
+    name_layer_rows,
+    name_module_rows,
     step_spec,
 )
 from mtpbuild.runtime.errors import BuildError, UsageError
@@ -137,7 +137,7 @@ def choose_drafter(
     if nextn == 0:
         return None
     chosen = asked or (VANILLA if modules >= nextn else EAGLE)
-    needed = modules_in_use(chosen, nextn)
+    needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(
             f"--nextn {nextn} needs an MTP module; this checkpoint has none "
@@ -151,7 +151,7 @@ def choose_drafter(
     return chosen
 
 
-def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
+def count_modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     """Return how many MTP modules a drafter runs; Eagle runs the first one again and again."""
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
@@ -160,13 +160,15 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Return the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     family, L = family_of(c), c.num_hidden_layers
-    owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
-    owners += [(module_rows(j), f"mtp.{j}") for j in range(modules_in_use(plan.drafter, K))]
+    owners = [(name_layer_rows(i), f"layers.{i}") for i in range(L)]
+    owners += [
+        (name_module_rows(j), f"mtp.{j}") for j in range(count_modules_in_use(plan.drafter, K))
+    ]
     widths, dtype = family.cache_widths(c, plan.ranks), plan.style.cache_dtype or plan.dtype
     if dtype == "int8":
-        widths = [int8_width(width, family.cache_sections(c)) for width in widths]
+        widths = [count_int8_width(width, family.cache_sections(c)) for width in widths]
     specs = [
-        rows_spec(name, owner, dtype, (B, 1, plan.capacity, width))
+        make_rows_spec(name, owner, dtype, (B, 1, plan.capacity, width))
         for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules
         if width
     ]
@@ -181,7 +183,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         specs.append(step_spec(HISTORY, "int64", (B, plan.positions)))
     if K:
         specs.append(step_spec("draft_probs", "float32", (B, K, c.vocab_size)))
-    return (*specs, *drafter_states(plan, {spec.name for spec in specs}))
+    return (*specs, *make_drafter_states(plan, {spec.name for spec in specs}))
 
 
 def check_cache_rows(config: ModelConfig, dtype: str) -> None:
@@ -193,14 +195,14 @@ def check_cache_rows(config: ModelConfig, dtype: str) -> None:
         )
 
 
-def int8_width(width: int, sections: Iterable[int]) -> int:
+def count_int8_width(width: int, sections: Iterable[int]) -> int:
     """Return the bytes of a cache row in int8; its sections are repeated up to the width."""
     sizes = [*sections] or [1]
     blocks = sum(-(-size // INT8_BLOCK) for size in sizes)
     return width + 2 * blocks * width // sum(sizes)
 
 
-def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
+def make_drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
     """Return the states that the drafter carries besides the rows of its modules.
 
     others: the names of the engine's other states. Raises BuildError for a state that is no carry

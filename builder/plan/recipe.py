@@ -14,11 +14,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
+from mtpbuild.builder.checkpoint.hub_cache import find_cached_snapshot
 from mtpbuild.builder.checkpoint.readable import refuse_folder
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.gguf.choice import ENDING
-from mtpbuild.builder.gguf.folder import cached_gguf, checkpoint_folder
+from mtpbuild.builder.gguf.folder import find_cached_gguf, find_checkpoint_folder
 from mtpbuild.builder.models import refuse_class
 from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
@@ -50,7 +50,7 @@ class Recipe(BaseModel):
 
     @property
     def config_folder(self) -> Path:
-        return recipe_folder() / self.config
+        return find_recipe_folder() / self.config
 
     @property
     def summary(self) -> str:
@@ -97,8 +97,8 @@ class Model:
                 if place is not None and (place / "config.json").is_file():
                     return place
         if self.repository is not None and self.file is not None:
-            return cached_gguf(self.repository, self.file, revision)
-        return None if self.repository is None else cached_snapshot(self.repository, revision)
+            return find_cached_gguf(self.repository, self.file, revision)
+        return None if self.repository is None else find_cached_snapshot(self.repository, revision)
 
     def missing(self, revision: str | None = None) -> errors.MissingWeightsError:
         """Return the error that says how to get the weights."""
@@ -119,12 +119,12 @@ class Model:
         )
 
 
-def recipe_folder() -> Path:
+def find_recipe_folder() -> Path:
     return Path(str(files("mtpbuild.recipes")))
 
 
 def load_recipes() -> list[Recipe]:
-    return [parse_recipe(path) for path in sorted(recipe_folder().glob("*.toml"))]
+    return [parse_recipe(path) for path in sorted(find_recipe_folder().glob("*.toml"))]
 
 
 def parse_recipe(path: Path) -> Recipe:
@@ -162,8 +162,8 @@ def find_model(
     if folder is None:
         raise named.missing(revision)
     refuse_class(folder / CONFIG)  # nobody asks for another format of a model that isn't built
-    refuse_folder(folder, instead_of(named.repository or folder.resolve().name))
-    return FoundModel(named.name, named.engine, checkpoint_folder(folder))
+    refuse_folder(folder, suggest_instead_of(named.repository or folder.resolve().name))
+    return FoundModel(named.name, named.engine, find_checkpoint_folder(folder))
 
 
 def name_model(model: str) -> Model:
@@ -180,7 +180,7 @@ def name_model(model: str) -> Model:
         return Model(name, name, folder=folder)
     if folder.suffix == ENDING:
         if not os.path.isfile(folder):
-            raise errors.CheckpointError(f"{model}: no such file{instead_of(folder.stem)}")
+            raise errors.CheckpointError(f"{model}: no such file{suggest_instead_of(folder.stem)}")
         return Model(folder.stem, folder.stem, folder=folder)
     if os.path.isfile(folder):
         raise errors.CheckpointError(f"{model} is a file: --model names the folder that it is in")
@@ -213,25 +213,28 @@ def find_recipe(name: str) -> Recipe | None:
     return next(filter(is_named, recipes), None)
 
 
-def default_target(model: str) -> str:
+def choose_default_target(model: str) -> str:
     """Return the target of a model if the command line names none."""
     recipe = find_recipe(model)
     return TARGET if recipe is None else recipe.target
 
 
-def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
+def suggest_instead_of(name: str, made_from: Sequence[str] = ()) -> str:
     """Return the end of a message that refuses a format: another model to build, or "".
 
     name: of the folder or repository. made_from: the base models that its model card names.
     """
-    base_name, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
-    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == base_name)]
+    base_name, recipes = (
+        name_model_at(name),
+        {r.repository: r for r in load_recipes() if r.repository},
+    )
+    same = [r for r in recipes if r != name and (r in made_from or name_model_at(r) == base_name)]
     if same:  # base models first, then the shortest name, as it has no format appended
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"
     return f"; it was made from --model {made_from[0]}" if made_from else ""
 
 
-def model_of(name: str) -> str:
+def name_model_at(name: str) -> str:
     """Strip the owner and the format of the weights from a folder's or repository's name."""
     return FORMAT.sub("", name.rpartition("/")[2]).casefold()

@@ -142,7 +142,7 @@ class MixedAcceptance(Acceptance):
             not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in READ}
             operands += (self._history, self.lengths, tuple(self._ahead), edits)
-        draft, probs = when(not_greedy.any(), _sampled_draft, _greedy_draft, operands)
+        draft, probs = when(not_greedy.any(), _draw_sampled_draft, _choose_greedy_draft, operands)
         self.probs.append(probs)
         self._ahead.append(draft)
         return draft
@@ -212,7 +212,7 @@ def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
-def _sampled_draft(
+def _draw_sampled_draft(
     logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls, *penalties: Any
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
@@ -228,6 +228,6 @@ def _sampled_draft(
     return draft, torch.where(samples[:, None, None], q, point)
 
 
-def _greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def _choose_greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Return the argmax [B, 1], and zeros for its distribution, which is never read."""
     return logits.argmax(-1), torch.zeros_like(logits)

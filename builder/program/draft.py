@@ -16,7 +16,7 @@ from mtpbuild.builder.models.common.layers import Choice, Positions, State, sele
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
 from mtpbuild.plugins import take_rows
-from mtpbuild.runtime.contract.state import StateSpec, module_rows
+from mtpbuild.runtime.contract.state import StateSpec, name_module_rows
 from mtpbuild.runtime.errors import BuildError
 
 
@@ -69,9 +69,9 @@ class Eagle(Drafter):
         at = (step.n - 1).clamp(min=0)
         x = model.draft_input(0, step.tokens, step.hidden, step.rows)
         rows = replace(step.rows, choice=Choice())  # not the trunk's choice
-        x, cache = module.forward_last(x, state[module_rows(0)], rows, at)
+        x, cache = module.forward_last(x, state[name_module_rows(0)], rows, at)
         choice = replace(rows.choice, stays=model.config.mtp.shares_choice)
-        hidden = module.next_hidden(x)
+        hidden = module.compute_next_hidden(x)
         drafts = [step.draft(0, hidden, 1)]
         side = None
         for k in range(1, self.nextn):
@@ -79,16 +79,16 @@ class Eagle(Drafter):
             rows = replace(rows, choice=replace(choice))
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.forward_uncached(x, cache, side, rows)
-            hidden = module.next_hidden(x)
+            hidden = module.compute_next_hidden(x)
             drafts.append(step.draft(0, hidden, k + 1))
-        return torch.cat(drafts, dim=1), {module_rows(0): cache}
+        return torch.cat(drafts, dim=1), {name_module_rows(0): cache}
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         module = model.module(0)
         x = model.draft_input(0, tokens[:, 1:], hidden, rows)
-        return {module_rows(0): module.fill(x, state[module_rows(0)], rows)}
+        return {name_module_rows(0): module.fill(x, state[name_module_rows(0)], rows)}
 
 
 class Vanilla(Drafter):
@@ -113,20 +113,20 @@ class Vanilla(Drafter):
         last = (M - 1 - first).clamp(min=0)  # the newest slot's index in the window
         hidden = take_rows(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
-        rows = rows_of(model, first, T, step.active, state[module_rows(0)].shape[2])
+        rows = rows_of(model, first, T, step.active, state[name_module_rows(0)].shape[2])
 
         drafts, caches = [], {}
         index = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), module_rows(k - 1)
+            module, name = model.module(k - 1), name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                hidden = module.next_hidden(x)
+                hidden = module.compute_next_hidden(x)
                 newest = select_token(hidden, last)
             else:  # only the newest slot of the last module is read
                 x, caches[name] = module.forward_last(x, state[name], rows, last)
-                newest = module.next_hidden(x)
+                newest = module.compute_next_hidden(x)
             drafts.append(step.draft(k - 1, newest, k))
             tokens = torch.where(index == last[:, None] + k, drafts[-1], tokens)
         past = {
@@ -141,11 +141,11 @@ class Vanilla(Drafter):
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), module_rows(k - 1)
+            module, name = model.module(k - 1), name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                g = module.next_hidden(x)
+                g = module.compute_next_hidden(x)
             else:
                 caches[name] = module.fill(x, state[name], rows)
         past_hidden = torch.cat([state["past_hidden"], hidden], dim=1)[:, -K:]

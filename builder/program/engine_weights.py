@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import entry_of
-from mtpbuild.builder.formats.integers import coarse_blocks, coarse_note
+from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
 from mtpbuild.builder.models.common.weight import Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, count_words
 from mtpbuild.builder.stages import Watch, ignore
@@ -89,7 +89,7 @@ class EngineWeights:
         for name, tensor in tensors:
             yield name, tensor
             done += tensor.numel()
-            coarse += coarse_blocks(tensor)
+            coarse += count_coarse_blocks(tensor)
             self.watch(f"write weights, {done / total:.0%}")
         if coarse:
-            logger.warning("note: %s", coarse_note(coarse))
+            logger.warning("note: %s", describe_coarse_blocks(coarse))

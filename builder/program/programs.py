@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan.plan import Plan, drafter_states, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_drafter_states, state_specs
 from mtpbuild.builder.program.accept import (
     MIXED_OUTPUTS,
     OUTPUTS,
@@ -40,10 +40,10 @@ from mtpbuild.runtime.contract.programs import (
     PREFILL,
     SCORE,
     Scores,
-    program_name,
+    name_program,
 )
 from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.state import module_rows
+from mtpbuild.runtime.contract.state import name_module_rows
 
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # arbitrary, but no other dimension has these sizes
 
@@ -65,7 +65,7 @@ class Program:
         return (*(f"{name}.out" for name in self.state), *self.results)
 
 
-def most_tokens(plan: Plan) -> int:
+def find_most_tokens(plan: Plan) -> int:
     """Return the largest number of tokens that the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
@@ -78,8 +78,8 @@ def make_drafter(plan: Plan, nextn: int) -> CheckedDrafter | None:
     if plan.drafter is None:
         return None
     record = find_drafter(plan.drafter)
-    rows = map(module_rows, range(record.modules(plan.nextn)))
-    return CheckedDrafter(record.name, record.make(nextn), nextn, rows, drafter_states(plan))
+    rows = map(name_module_rows, range(record.modules(plan.nextn)))
+    return CheckedDrafter(record.name, record.make(nextn), nextn, rows, make_drafter_states(plan))
 
 
 # States that only steps and the host use; prefill fills all others.
@@ -135,17 +135,17 @@ def _steps(
     table += tuple(control for rule in rules for control in rule.controls)
     masks = CONSTRAINTS if plan.constrained else ()
     mixed = MixedStepProgram(model, drafter, nextn, acceptance, table, masks, rules)
-    controls = _example_controls(plan, (*table, *masks), B)
+    controls = _make_example_controls(plan, (*table, *masks), B)
     for kind, module, inputs, outputs in (
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
-        name, module.results = program_name(kind, nextn, plan.nextn), more
+        name, module.results = name_program(kind, nextn, plan.nextn), more
         results = (*outputs, *more)
         yield Program(name, module.eval(), state, inputs, results, B, style.whole_caches)
 
 
-def _example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+def _make_example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Return example values [B, ..] of the controls in the table, in its order."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}

@@ -73,7 +73,7 @@ class StepProgram(nn.Module):
         new |= acceptance.history(state) | {
             "lengths": lengths,
             "window": torch.where(
-                active[:, None], window.followed_by(newest, drafts), state["window"]
+                active[:, None], window.make_next_window(newest, drafts), state["window"]
             ),
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
@@ -106,12 +106,12 @@ class MixedStepProgram(StepProgram):
         self.controls, self.constraints = controls, constraints
 
         def forward(*given: Any) -> tuple[State, State]:
-            return self.mixed_step(*given)
+            return self.run_mixed_step(*given)
 
         forward.__signature__ = signature(*controls, *constraints)  # type: ignore[attr-defined]
         self.forward = forward  # type: ignore[assignment]
 
-    def mixed_step(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+    def run_mixed_step(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
         """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
         inputs = name_controls(given, table)

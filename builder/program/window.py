@@ -59,7 +59,7 @@ class Window:
 
     def rows(self, model: CausalLM, active: Tensor) -> Positions:
         """Return the window's positions M .. M + nextn; each attends to those up to itself."""
-        bound = model.bound_rows(self.state)
+        bound = model.count_bound_rows(self.state)
         return rows_of(model, self.state["lengths"], self.size, active, bound)
 
     @staticmethod
@@ -67,6 +67,6 @@ class Window:
         """Return the last of n [B] emitted tokens [B, T] as [B, 1]; the first n rows are kept."""
         return take_rows(tokens, (n - 1).clamp(min=0), 1)
 
-    def followed_by(self, newest: Tensor, drafts: Tensor) -> Tensor:
+    def make_next_window(self, newest: Tensor, drafts: Tensor) -> Tensor:
         """Return the next step's window, from newest [B, 1] and drafts [B, nextn]."""
         return torch.cat([newest, drafts, *self.unused], 1)

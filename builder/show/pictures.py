@@ -18,7 +18,7 @@ GREY = "#777777"
 Interval = tuple[float, float | None, float | None]  # a value and both ends, where they are known
 
 
-def why_no_pictures() -> str | None:
+def explain_no_pictures() -> str | None:
     """Return why nothing can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
         return f"pictures need matplotlib, which is not installed: {advise_install('bench')}"
@@ -84,7 +84,7 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
     )
 
 
-def error_bar_lengths(points: Sequence[Interval]) -> list[list[float]]:
+def compute_error_bar_lengths(points: Sequence[Interval]) -> list[list[float]]:
     """Return how far intervals reach below and above their values."""
     below = [max(0.0, value - (low or value)) for value, low, _ in points]
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.show.pictures import why_no_pictures
+from mtpbuild.builder.show.pictures import explain_no_pictures
 from mtpbuild.runtime.errors import UsageError
 
 
@@ -39,7 +39,7 @@ def write_results(
         writer = csv.DictWriter(file, [*names])
         writer.writeheader()
         writer.writerows(flat)
-    if not why_no_pictures():
+    if not explain_no_pictures():
         for picture, draw in pictures.items():
             draw(out / f"{picture}.png")
 

@@ -17,13 +17,13 @@ def load_target(name: str) -> Target:
     return builder
 
 
-def all_targets() -> Iterator[Target]:
+def load_all_targets() -> Iterator[Target]:
     return map(load_target, target_names())
 
 
-def targets_that(can: Callable[[Target], bool]) -> str:
+def list_target_names(can: Callable[[Target], bool]) -> str:
     """List the names of the targets for which `can` is true, for an error message."""
-    return ", ".join(target.name for target in all_targets() if can(target))
+    return ", ".join(target.name for target in load_all_targets() if can(target))
 
 
 def build_options(target: str) -> type[Any]:

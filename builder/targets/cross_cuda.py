@@ -127,7 +127,7 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         _register_noop_guard()
         undo.callback(_clear_caches)
-        for owner, name, value in _answers(gpu, capability, _cuda_home(scratch)):
+        for owner, name, value in _answers(gpu, capability, _make_cuda_home(scratch)):
             _replace(undo, owner, name, value)
         _clear_caches()
         try:
@@ -161,7 +161,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     from torch.utils import cpp_extension
     from triton.runtime import driver
 
-    for name, answer in _cuda_functions(gpu, capability).items():
+    for name, answer in _replace_cuda_functions(gpu, capability).items():
         if hasattr(torch.cuda, name):
             yield torch.cuda, name, answer
         if name in vars(device_interface.CudaInterface):
@@ -170,7 +170,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
         yield device_interface.CudaInterface, name, staticmethod(_zero)
     yield torch._C, "_cuda_getCurrentRawStream", _zero
     yield torch._C._dynamo.guards, "_empty_strided_cuda", _on_meta
-    yield driver, "_active", _triton_driver(gpu, architecture(capability))
+    yield driver, "_active", _make_triton_driver(gpu, architecture(capability))
 
     # Tracing must not touch the GPU, as on a machine without one.
     yield FakeTensorMode, "avoid_device_init", True
@@ -180,11 +180,11 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     yield select_algorithm.AlgorithmSelectorCache, "generate_example_value", staticmethod(_on_meta)
     autotuner = triton_heuristics.CachingAutotuner
     yield autotuner, "run", _compile_kernel
-    yield autotuner, "_precompile_worker", _first_configuration(autotuner._precompile_worker)
+    yield autotuner, "_precompile_worker", _keep_first_configuration(autotuner._precompile_worker)
     yield cpp_extension, "CUDA_HOME", str(cuda_home)
 
 
-def _cuda_functions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
+def _replace_cuda_functions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
     """Return replacements of the functions of `torch.cuda` that the compiler calls, by name."""
     major, minor = map(int, capability.split("."))
     properties = SimpleNamespace(
@@ -249,7 +249,7 @@ def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None
         self.save_gpu_kernel(stream, launcher)
 
 
-def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], None]:
+def _keep_first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], None]:
     """Keep only the first configuration, as none can be measured without the GPU."""
 
     def compile_first(self: Any) -> None:
@@ -260,7 +260,7 @@ def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], 
     return compile_first
 
 
-def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
+def _make_triton_driver(gpu: CudaGpu, architecture: int) -> Any:
     """Return a Triton driver that loads nothing and refuses kernels too large for the GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -334,7 +334,7 @@ def _register_noop_guard() -> None:
         ctypes.CDLL(str(library))
 
 
-def _cuda_home(scratch: Path) -> Path:
+def _make_cuda_home(scratch: Path) -> Path:
     """Make a folder laid out like the CUDA toolkit's, with its headers and the stub libraries."""
     home = scratch / "cuda"
     (home / "lib64").mkdir(parents=True)

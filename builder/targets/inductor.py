@@ -78,7 +78,7 @@ class Inductor(Target):
         if options.compute_capability is not None:
             return (dotted(options.compute_capability),)
         try:
-            return (this_gpu().compute_capability,)
+            return (describe_this_gpu().compute_capability,)
         except EngineError as error:
             if request.dry_run:
                 return (ASSUMED,)
@@ -87,7 +87,7 @@ class Inductor(Target):
     def lacks(self, plan: "Plan") -> Iterator[str]:
         if plan.options.device == "cuda" and plan.options.compute_capability is None:
             try:
-                this_gpu()
+                describe_this_gpu()
             except EngineError as error:
                 yield with_remedy(error)
         yield from super().lacks(plan)
@@ -114,7 +114,7 @@ class Inductor(Target):
         return shared_kernels()
 
 
-def this_gpu() -> "Gpu":
+def describe_this_gpu() -> "Gpu":
     with needs("build", "torch"):
         from mtpbuild.runtime.gpu import torch_cuda
 

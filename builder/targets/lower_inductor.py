@@ -37,7 +37,7 @@ from mtpbuild.plugins import facets
 from mtpbuild.runtime.contract.manifest import CONSTANTS, AllreduceStrategy, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install
 from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
+from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, name_this_machine
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
@@ -67,8 +67,10 @@ fast_random_decomps.cache_clear()  # discard the decomposition table of an earli
 def check(plan: Plan) -> None:
     """Raise BuildError unless this machine can compile the plan."""
     on_gpu, cross = bool(plan.compute_capabilities), crosses(plan)
-    if (cross or not on_gpu) and this_machine() != HARDWARE:
-        raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
+    if (cross or not on_gpu) and name_this_machine() != HARDWARE:
+        raise BuildError(
+            f"target inductor builds on an {HARDWARE}, this is an {name_this_machine()}"
+        )
     if (cross or not on_gpu) and MARCH not in options(on_gpu=False):
         where = "for a GPU that is not here" if cross else "on a CPU"
         raise BuildError(
@@ -147,7 +149,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
         # In `folder`, so that it is removed with the leftovers of an aborted build.
         tempfile.TemporaryDirectory(dir=folder) as scratch,
         _machine(plan, scratch),
-        _pretended_group(plan.ranks.tp),
+        _pretend_group(plan.ranks.tp),
         # Ignore torch's warnings about the graphs that it copies.
         warnings.catch_warnings(action="ignore"),
     ):
@@ -172,7 +174,7 @@ def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None
 
 
 @contextlib.contextmanager
-def _pretended_group(ranks: int) -> Iterator[None]:
+def _pretend_group(ranks: int) -> Iterator[None]:
     """Register a process group of this size, which the compiler looks up for collectives."""
     # Bound to a name, as torch's registry holds no reference to the group.
     group = c10d.ProcessGroup(c10d.HashStore(), 0, ranks)

@@ -28,7 +28,7 @@ from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install, first_line
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
 
 NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
@@ -68,7 +68,7 @@ def missing(plan: Plan) -> Iterator[str]:
 
 
 def info(plan: Plan) -> TargetInfo:
-    return trt_compile.gpu_info(NAME, plan)
+    return trt_compile.make_gpu_info(NAME, plan)
 
 
 def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
@@ -161,7 +161,9 @@ def compile_program(
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
-        config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
+        config = trt_compile.make_compiler_config(
+            trt, builder, network, plan, fast=plan.options.fast_build
+        )
         if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
             config.set_preview_feature(feature, True)
         # Detailed, for users of TensorRT's engine inspector.
@@ -170,7 +172,7 @@ def compile_program(
         stripped = dict[str, torch.Tensor]()
         if plan.options.strip_weights:
             stripped = trt_compile.strip(trt, network, config, values, constants.by_layer)
-        with trt_compile.timing_cache(trt, config, plan.compute_capabilities[0]):
+        with trt_compile.keep_timing_cache(trt, config, plan.compute_capabilities[0]):
             engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
         return engine, stripped, sorted(constants.given)
 
@@ -213,7 +215,7 @@ def _interpret(exported: ExportedProgram, traced: TracedProgram, shared: Mapping
     compilation = settings()
     module = lowering().post_lowering(exported.module(), compilation)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
-    interpreter = _interpreter_class()(module, inputs, compilation_settings=compilation)
+    interpreter = _make_interpreter_class()(module, inputs, compilation_settings=compilation)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `all_reduce`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()
@@ -221,7 +223,7 @@ def _interpret(exported: ExportedProgram, traced: TracedProgram, shared: Mapping
 
 
 @cache
-def _interpreter_class() -> Any:
+def _make_interpreter_class() -> Any:
     trt, conversion = tensorrt_api(NAME), import_module("torch_tensorrt.dynamo.conversion")
 
     class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
@@ -263,7 +265,7 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
 def _quiet(trt: ModuleType) -> Iterator[None]:
     """Silence the messages about each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
-    level, errors = compiler.level, errors_of(trt).errors
+    level, errors = compiler.level, make_error_logger(trt).errors
 
     def keep(record: logging.LogRecord) -> bool:
         """Collect TensorRT's errors, and show no message of Torch-TensorRT's logger."""

@@ -10,7 +10,7 @@ from mtpbuild.builder.targets import onnx_graph, trt_compile
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
 
 NAME = "tensorrt-rtx"
 
@@ -21,7 +21,7 @@ def check(plan: Plan) -> None:
 
 
 def info(plan: Plan) -> TargetInfo:
-    return trt_compile.gpu_info(NAME, plan)
+    return trt_compile.make_gpu_info(NAME, plan)
 
 
 def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
@@ -36,7 +36,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
 def compile_graph(graph: Path, plan: Plan) -> Any:
     """Compile an ONNX file, whose weights lie beside it; return the engine. Raises BuildError."""
     trt = tensorrt_api(NAME)
-    log = errors_of(trt)
+    log = make_error_logger(trt)
     builder = trt.Builder(log)
     typed = trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # the graph's types are kept
     network = builder.create_network(1 << int(typed))
@@ -44,7 +44,7 @@ def compile_graph(graph: Path, plan: Plan) -> Any:
     if not parser.parse_from_file(str(graph)):
         reason = " ".join(parser.get_error(0).desc().split())
         raise BuildError(f"TensorRT can't read {graph.stem}: {reason}")
-    config = trt_compile.new_config(trt, builder, network, plan)
+    config = trt_compile.make_compiler_config(trt, builder, network, plan)
     config.num_compute_capabilities = len(plan.compute_capabilities)
     for i, capability in enumerate(plan.compute_capabilities):
         name = "SM" + capability.replace(".", "")

@@ -17,7 +17,7 @@ from mtpbuild import plugins
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.passes import dump_graph, run_passes
 from mtpbuild.builder.targets.passes.onnx_graph import FOLD_LIMIT
-from mtpbuild.builder.targets.quick_export import quick_export
+from mtpbuild.builder.targets.quick_export import export_quickly
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
@@ -42,7 +42,7 @@ def _export(traced: TracedProgram) -> ir.Model:
     # These loggers warn of a missing torchvision and of detached weights.
     for noisy in ("torch.onnx", "onnx_ir"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    with warnings.catch_warnings(), quick_export():
+    with warnings.catch_warnings(), export_quickly():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             traced.exported,
@@ -50,7 +50,7 @@ def _export(traced: TracedProgram) -> ir.Model:
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=_translations(traced),
+            custom_translation_table=_list_translations(traced),
             input_names=[spec.name for spec in traced.inputs],
             output_names=[spec.name for spec in traced.outputs],
         )
@@ -58,7 +58,7 @@ def _export(traced: TracedProgram) -> ir.Model:
     return program.model
 
 
-def _translations(traced: TracedProgram) -> dict[Any, Callable[..., Any]]:
+def _list_translations(traced: TracedProgram) -> dict[Any, Callable[..., Any]]:
     """Return the translations of our ops, and of PyTorch's operators that we export differently."""
     pipeline = traced.plan.style.pipeline
     if not pipeline.cpu_library:

@@ -17,7 +17,7 @@ from torch.onnx._internal.fx.passes import type_promotion
 
 
 @contextmanager
-def quick_export() -> Iterator[None]:
+def export_quickly() -> Iterator[None]:
     """Within it, torch.onnx reads its translations once, and takes types as the trace found them.
 
     Its type promotion runs each node again on fake tensors, though the trace has left their values

@@ -89,7 +89,7 @@ class TensorRt(Target):
         """
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
-            for weights in (model.model.kernel_weights(), model.model.step_weights())
+            for weights in (model.model.find_kernel_weights(), model.model.step_weights())
         )
         total = super().held_bytes(model, options)
         return PROGRAMS * total - (PROGRAMS - 1) * always - in_steps

@@ -17,13 +17,13 @@ from torch import Tensor
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.files import user_cache_folder
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+from mtpbuild.runtime.files import find_user_cache
+from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
 
 FAST = 1  # of TensorRT's levels 0 to 5; the default is 3
 
 
-def new_config(
+def make_compiler_config(
     trt: ModuleType, builder: Any, network: Any, plan: Plan, *, fast: bool = False
 ) -> Any:
     """Return the compiler's settings; with `fast` it tries fewer kernels."""
@@ -48,7 +48,7 @@ def new_config(
 
 def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, program: str) -> Any:
     """Compile the network; return the engine's bytes. Raises BuildError with the first error."""
-    log = errors_of(trt)
+    log = make_error_logger(trt)
     log.errors.clear()
     engine = builder.build_serialized_network(network, config)
     if engine is None:
@@ -56,7 +56,7 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
     return engine
 
 
-def gpu_info(name: str, plan: Plan) -> TargetInfo:
+def make_gpu_info(name: str, plan: Plan) -> TargetInfo:
     """Return the manifest's record of what an engine of either kind of TensorRT needs to run."""
     capabilities = plan.compute_capabilities
     return TargetInfo(
@@ -104,19 +104,19 @@ def strip(
     return others
 
 
-def timing_cache_path(version: str, capability: str) -> Path:
+def find_timing_cache(version: str, capability: str) -> Path:
     """Return the path of the timing cache, below XDG_CACHE_HOME or ~/.cache."""
-    return user_cache_folder() / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
+    return find_user_cache() / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
 
 @contextlib.contextmanager
-def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None]:
+def keep_timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None]:
     """Give `config` the timings of earlier builds, and store those of the build inside.
 
     Later builds then measure only new layers. A file of another GPU, or a damaged one, is replaced.
     If the file can't be read or written, a note says so, and the build only takes longer.
     """
-    path = timing_cache_path(trt.__version__, capability)
+    path = find_timing_cache(trt.__version__, capability)
     with _noted(path):
         known = path.read_bytes() if path.exists() else b""
         cache = config.create_timing_cache(known)

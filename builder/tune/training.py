@@ -207,7 +207,9 @@ class Trainer:
                 yield f"{self.model.name_of(module)}.{name}", weight.clone()
 
 
-def batches_of(model: StreamedModel, firsts: Sequence[int], files: Sequence[Path]) -> list[Batch]:
+def make_model_batches(
+    model: StreamedModel, firsts: Sequence[int], files: Sequence[Path]
+) -> list[Batch]:
     """Join a model's batches, the last place of each row's prompt, and their hidden states."""
     found, start = list[Batch](), 0
     for tokens, file in zip(model.batches, files, strict=True):

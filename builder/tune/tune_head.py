@@ -22,17 +22,17 @@ from mtpbuild.builder.compiler.job import Job, prepare
 from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
-from mtpbuild.builder.engine.staged import staged_folder
+from mtpbuild.builder.engine.staged import stage_folder
 from mtpbuild.builder.flags import TuneFlags
 from mtpbuild.builder.formats import Entry
-from mtpbuild.builder.measure.host import find_disk, physical_memory
+from mtpbuild.builder.measure.host import find_disk, measure_memory
 from mtpbuild.builder.measure.prompts import add_seed, check_room
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import format_size
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.tune.training import DTYPES, Trainer, Training, batches_of
+from mtpbuild.builder.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts
 from mtpbuild.builder.weights.scheme import build_scheme
@@ -129,12 +129,12 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     # 4. The training, of the weights as they are stored.
     with stages("train"):
         known = StreamedModel(model.stored, model.config, batches)
-        rows = batches_of(known, [len(each.prompt) - 1 for each in ordered], files)
+        rows = make_model_batches(known, [len(each.prompt) - 1 for each in ordered], files)
         trainer = Trainer(known, rows, how, request.state, stages.watch)
         weights = trainer.run()
 
     # 5. The head, and what it is worth: the same engine with its weights.
-    with staged_folder(request.out, "head") as staged:
+    with stage_folder(request.out, "head") as staged:
         write_head(known, weights, staged.folder)
         raw = read_json(job.source.folder / CONFIG)
         write_json(staged.folder / CONFIG, {n: raw[n] for n in raw if n != "quantization_config"})
@@ -199,7 +199,7 @@ def check_model(config: ModelConfig, how: Training) -> None:
             f"{family_of(config).name}: its module chooses the rows that it attends to, so it is "
             "trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
         )
-    needed, there = how.memory(plain), physical_memory()
+    needed, there = how.memory(plain), measure_memory()
     if there is not None and needed > there:
         smaller = "" if how.lora else ": --lora 16 takes less"
         raise UsageError(
@@ -285,7 +285,7 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
     """Write all modules: floats as they are stored, what was quantised in bf16."""
     stored, entries = model.checkpoint, dict[str, Entry]()
 
-    def dtype_of(name: str) -> str:
+    def find_dtype(name: str) -> str:
         entry = stored.tensors.get(name)
         floats = entry is not None and entry.floats and stored.format(name) is None
         return entry.dtype if entry is not None and floats else "BF16"
@@ -294,7 +294,7 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
         module = model.plain.module(k)
         for own, weight in module.state_dict().items():
             name = f"{model.name_of(module)}.{own}"
-            entries[name] = Entry(dtype_of(name), tuple(weight.shape))
+            entries[name] = Entry(find_dtype(name), tuple(weight.shape))
     read = ((n, weights[n] if n in weights else stored.read(n)) for n in entries)
     write_shards(folder, split(entries), read)
 

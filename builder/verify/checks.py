@@ -23,14 +23,14 @@ from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.measure.statistics import sum_drafting
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.verify.distribution import (
-    chi_square_p_value,
+    compute_chi_square_p_value,
     compute_prefix_probabilities,
     fit_prefixes,
 )
-from mtpbuild.builder.weights.scheme import engine_scheme
+from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
-from mtpbuild.runtime.contract.rules import find_rule, rules_of, why_missing
+from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, list_rules_of
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import advise_install
@@ -70,7 +70,7 @@ def check_plain_text(case: VerifyCase) -> Finding:
     source = find_checkpoint(case)
     from mtpbuild.builder.verify.plain import judge_texts, load_plain
 
-    scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
+    scheme = make_engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
     plain = load_plain(source, read_layers(manifest), scheme)
     return judge_texts(
         plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
@@ -102,7 +102,7 @@ def check_quality(case: VerifyCase) -> Finding:
         lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
         lengths["checkpoint"] = acceptance_length(own, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
-            scheme = engine_scheme(build.quantised_to, build.head_weights)
+            scheme = make_engine_scheme(build.quantised_to, build.head_weights)
             rounded = with_modules_of(own, load_plain(source, layers, scheme))
             name = "checkpoint_with_rounded_modules"
             lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
@@ -235,7 +235,7 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
         raise NotChecked(
             "the model is certain of its next tokens: there is no distribution to compare"
         )
-    p_value = chi_square_p_value(statistic, freedom)
+    p_value = compute_chi_square_p_value(statistic, freedom)
     figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
     detail = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
     detail += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
@@ -245,18 +245,18 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
 
 def check_rule(case: VerifyCase, rule: str) -> Finding:
     """Check that a rule of another package has the model's distribution, if it says so."""
-    if (missing := why_missing(rule, case.engine.manifest)) is not None:
+    if (missing := explain_missing_rule(rule, case.engine.manifest)) is not None:
         raise NotChecked(missing)
     if not find_rule(rule).lossless:
         raise NotChecked("the rule does not claim it")
     return check_distribution(case, rule)
 
 
-def rule_checks(manifest: Manifest) -> dict[str, Callable[[VerifyCase], Finding]]:
+def make_rule_checks(manifest: Manifest) -> dict[str, Callable[[VerifyCase], Finding]]:
     """Return a check for each of an engine's rules of other packages, by name."""
     return {
         f"{rule} has the model's distribution": partial(check_rule, rule=rule)
-        for rule in rules_of(manifest)
+        for rule in list_rules_of(manifest)
     }
 
 

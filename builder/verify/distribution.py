@@ -44,7 +44,7 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     for prefix, p in likely.items():
         if prefix:
             share[prefix[:-1]] -= p
-    found = Counter(_longest_prefix(text, likely) for text in texts)
+    found = Counter(_find_longest_prefix(text, likely) for text in texts)
     groups = _pool_cells({prefix: p * count for prefix, p in share.items()})
     counts = [sum(found[prefix] for prefix in group) for group, _ in groups]
     statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
@@ -58,7 +58,7 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     return ChiSquareFit(statistic, len(groups) - 1, (worst, seen[worst], likely[worst] * count))
 
 
-def chi_square_p_value(statistic: float, freedom: int) -> float:
+def compute_chi_square_p_value(statistic: float, freedom: int) -> float:
     """Compute P(chi-square >= statistic) for `freedom` degrees of freedom, by its finite sums."""
     if statistic <= 0:
         return 1.0
@@ -71,7 +71,7 @@ def chi_square_p_value(statistic: float, freedom: int) -> float:
     return min(total, 1.0)
 
 
-def _longest_prefix(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
+def _find_longest_prefix(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
     lengths = range(len(text), -1, -1)
     return next(prefix for n in lengths if (prefix := tuple(text[:n])) in likely)
 

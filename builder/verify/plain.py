@@ -11,7 +11,7 @@ from mtpbuild.builder.measure.compare import (
     LEAST_NOISE,
     TIE_FACTOR,
     Finding,
-    largest_without_jumps,
+    find_largest_without_jumps,
 )
 from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models import family_of, load_config
@@ -63,7 +63,7 @@ def judge_texts(
         gap = logits.amax(-1) - logits.gather(-1, chosen)[:, 0]
         best = logits.argmax(-1)
         gaps += [(float(g), number, i, int(chosen[i]), int(best[i])) for i, g in enumerate(gap)]
-    noise = largest_without_jumps(differences)
+    noise = find_largest_without_jumps(differences)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
     if not noise <= most:

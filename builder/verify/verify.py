@@ -25,10 +25,10 @@ from mtpbuild.builder.verify.checks import (
     CHECKS,
     VerifyCase,
     explain_missing,
+    make_rule_checks,
     read_layers,
-    rule_checks,
 )
-from mtpbuild.builder.weights.scheme import engine_scheme
+from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -98,7 +98,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
             engine, reload, prompts, request.output_len, base, request.seeds, request.model
         )
         checks = {}
-        for name in (*CHECKS, *rule_checks(engine.manifest)):
+        for name in (*CHECKS, *make_rule_checks(engine.manifest)):
             watch(f"checking {name}")
             checks[name] = run_check(name, case)
     return Verification(request.engine, engine.manifest, against, checks)
@@ -107,7 +107,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
 def run_check(name: str, case: VerifyCase) -> Finding:
     """Run one check, or return why it can't be made."""
     try:
-        return (CHECKS | rule_checks(case.engine.manifest))[name](case)
+        return (CHECKS | make_rule_checks(case.engine.manifest))[name](case)
     except NotChecked as reason:
         return Finding(None, str(reason))
 
@@ -146,7 +146,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> P
             request.model or manifest.whole_model,
             target=target,
             layers=read_layers(manifest),
-            scheme=engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
+            scheme=make_engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
             options=find_target(target).build_flags(manifest),
         )

@@ -13,7 +13,7 @@ from mtpbuild.runtime.errors import CheckpointError
 PREFIX = "drafter."  # of their names in checkpoint, model and engine
 
 
-def brought_files(drafter: str | None, config: ModelConfig) -> list[Path]:
+def find_brought_files(drafter: str | None, config: ModelConfig) -> list[Path]:
     """Return the files of a drafter's weights; raise CheckpointError for one that is not there."""
     files = [] if drafter is None else [*find_drafter(drafter).weights(config)]
     for path in files:

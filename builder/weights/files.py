@@ -14,10 +14,10 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_quantisation
 from mtpbuild.builder.checkpoint.shards import Index, find_shards
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checkpoint.text_model import text_name, unstacked
+from mtpbuild.builder.checkpoint.text_model import find_text_name, unstacked
 from mtpbuild.builder.formats import Format, own_name
-from mtpbuild.builder.gguf.container import own_path
-from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, weights_in
+from mtpbuild.builder.gguf.container import find_own_path
+from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
-        return Checkpoint(own_path(find_trunk(folder)), dict(gguf_entries(folder)), 0, {})
+        return Checkpoint(find_own_path(find_trunk(folder)), dict(read_gguf_entries(folder)), 0, {})
     paths, index = find_shards(folder)
     return collect_tensors(folder, map(list_entries, paths), index)
 
@@ -46,14 +46,14 @@ def collect_tensors(
         if entry.name in files:
             other = files[entry.name]
             raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name], found = entry.file, text_weights(entry)
+        files[entry.name], found = entry.file, list_text_weights(entry)
         if twice := found.keys() & tensors.keys():
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
         tensors |= found
     if index is not None:
         index.check(files)
-    tower = sum(text_name(name) is None for name in files)
+    tower = sum(find_text_name(name) is None for name in files)
     return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
 
 
@@ -106,16 +106,16 @@ def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
         raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
 
 
-def gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
+def read_gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
     """Yield the tensors of a folder's GGUF files under the checkpoint's names."""
-    for weight in weights_in(folder):
+    for weight in list_gguf_weights(folder):
         for name, entry, source in weight.entries():
             yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
 
 
-def text_weights(entry: FileEntry) -> dict[str, FileEntry]:
+def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
     """Return the text model's weights in one tensor of a file, by name."""
-    name = text_name(entry.name)
+    name = find_text_name(entry.name)
     if name is None:
         return {}
     name = own_name(name)

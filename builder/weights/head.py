@@ -11,10 +11,10 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.modules import (
     PREFIXES,
-    head_name,
+    count_stored_modules,
     is_module,
-    lone_name,
-    stored_modules,
+    name_head_tensor,
+    name_lone_tensor,
 )
 from mtpbuild.builder.weights.files import (
     collect_tensors,
@@ -28,7 +28,7 @@ from mtpbuild.runtime.errors import CheckpointError
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 
 
-def head_files(place: Path) -> list[Path]:
+def find_head_files(place: Path) -> list[Path]:
     """Return the files that --mtp names: one, a checkpoint's, or all of a folder's."""
     if place.suffix == ".gguf":
         raise CheckpointError(
@@ -52,7 +52,7 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     Their number formats are their own: the settings are those of a config.json beside them. Raises
     CheckpointError if there are none, or if they are another model's.
     """
-    files, family = head_files(place), family_of(config)
+    files, family = find_head_files(place), family_of(config)
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
@@ -62,13 +62,17 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
         name: entry for name, entry in opened.tensors.items() if is_module(family, config, name)
     }
     if not tensors:
-        named = ((head_name(family, config, n), entry) for n, entry in opened.tensors.items())
+        named = (
+            (name_head_tensor(family, config, n), entry) for n, entry in opened.tensors.items()
+        )
         tensors = {name: entry for name, entry in named if name is not None}
     alone = (f"{prefix}{family.join}.weight" for prefix in PREFIXES)
     if not tensors and any(name in opened.tensors for name in alone):
-        tensors = {lone_name(family, config, n): entry for n, entry in opened.tensors.items()}
-    if not stored_modules(family, config, tensors):
-        first = family.module_name(config, 0)
+        tensors = {
+            name_lone_tensor(family, config, n): entry for n, entry in opened.tensors.items()
+        }
+    if not count_stored_modules(family, config, tensors):
+        first = family.name_module(config, 0)
         raise CheckpointError(f"--mtp {place}: no tensor of MTP layer {first} is there")
     return replace(opened, tensors=tensors, tower=0)
 

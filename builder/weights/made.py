@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.formats import Entry, Shape, stored_format
+from mtpbuild.builder.formats import Entry, Shape, find_stored_format
 from mtpbuild.builder.formats.mlx import WORD
 from mtpbuild.builder.lazy_torch import torch
 
@@ -47,7 +47,7 @@ def convert_mlx_weights(
         elif is_norm(name) and (turned or (alone and not name.startswith("mtp."))):
             yield ConvertedWeight(name, entry.shape, {name: entry.shape}, lambda factor: factor - 1)
         elif name.endswith(FIRST):
-            yield _joined_heads(name.removesuffix(FIRST), tensors, settings)
+            yield _join_kv_heads(name.removesuffix(FIRST), tensors, settings)
 
 
 def is_turned(name: str, shape: Shape) -> bool:
@@ -58,7 +58,7 @@ def is_norm(name: str) -> bool:
     return "norm" in name and name.endswith(".weight") and not name.endswith(PLAIN)
 
 
-def _joined_heads(
+def _join_kv_heads(
     at: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> ConvertedWeight:
     """Return kv_b_proj [heads * (nope + v), latent]."""
@@ -66,19 +66,19 @@ def _joined_heads(
     while f"{at}{KEYS}{heads}.weight" in tensors:
         heads += 1
     names = (f"{at}{kind}{i}.weight" for kind in (KEYS, VALUES) for i in range(heads))
-    sources = {name: _shape_of(name, tensors, settings) for name in names}
+    sources = {name: _find_shape(name, tensors, settings) for name in names}
     (latent, nope), (rows, _) = (sources[f"{at}{kind}0.weight"] for kind in (KEYS, VALUES))
     return ConvertedWeight(
         f"{at}kv_b_proj.weight", (heads * (nope + rows), latent), sources, join_heads
     )
 
 
-def _shape_of(name: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]) -> Shape:
+def _find_shape(name: str, tensors: Mapping[str, Entry], settings: Mapping[str, Any]) -> Shape:
     """Return the shape of a weight, by its format if it is quantised; (0, 0) if it is missing."""
     if name not in tensors:
         return (0, 0)
     rows, words = tensors[name].shape
-    format = stored_format(name, tensors, settings)
+    format = find_stored_format(name, tensors, settings)
     return rows, words if format is None else words * WORD // format.bits
 
 

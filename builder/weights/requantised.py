@@ -52,7 +52,7 @@ class Requantised(Checkpoint):
 
     def parts(self, name: str) -> Parts:
         if name in self.calibrated:
-            return self.calibrated_parts(name)
+            return self.read_calibrated_parts(name)
         return self.collect(name, (parts for _, parts in self.encoded(name)))
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
@@ -79,8 +79,8 @@ class Requantised(Checkpoint):
         """Yield pieces of a quantised weight's rows in fp32, with the parts that encode them."""
         format = self.formats[name]
         assert format is not None
-        amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
-        known, start = self.calibrated_parts(name), 0
+        amax = torch.tensor(self.find_group_amax(name)) if format.needs_amax else None
+        known, start = self.read_calibrated_parts(name), 0
         for rows in self.source.rows(name):
             if known:
                 yield rows, {n: part[start : start + len(rows)] for n, part in known.items()}
@@ -89,7 +89,7 @@ class Requantised(Checkpoint):
             refuse_too_large(format, name, rows)
             yield rows, format.encode(rows, amax)
 
-    def calibrated_parts(self, name: str) -> Parts:
+    def read_calibrated_parts(self, name: str) -> Parts:
         """Read the parts of a calibrated weight; {} if it is none."""
         format = self.formats[name]
         if format is None or name not in self.calibrated:
@@ -97,14 +97,14 @@ class Requantised(Checkpoint):
         with safe_open(self.calibrated[name], framework="pt") as file:
             return {suffix: file.get_tensor(name + suffix) for suffix in format.suffixes}
 
-    def group_amax(self, name: str) -> float:
+    def find_group_amax(self, name: str) -> float:
         """Return a weight's largest magnitude; gate and up share theirs, as ModelOpt joins them."""
         for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
             if name.endswith(f"{one}.weight"):
-                return max(self._amax(name), self._amax(name.replace(one, other)))
-        return self._amax(name)
+                return max(self._find_amax(name), self._find_amax(name.replace(one, other)))
+        return self._find_amax(name)
 
-    def _amax(self, name: str) -> float:
+    def _find_amax(self, name: str) -> float:
         if name not in self.amaxes:
             self.amaxes[name] = max(rows.abs().max().item() for rows in self.source.rows(name))
         return self.amaxes[name]
@@ -121,7 +121,7 @@ def requantise(
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
         source = checkpoint.tensors[name]
-        for suffix, entry in stored_parts(checkpoint, stored, format).items():
+        for suffix, entry in find_stored_parts(checkpoint, stored, format).items():
             tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
     kept = checkpoint.folder, tensors, checkpoint.tower, checkpoint.settings
     return Requantised(*kept, checkpoint, formats, tuple(unfit))
@@ -134,7 +134,9 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | N
     return format if format is not None and format.fits(stored.shape) else None
 
 
-def stored_parts(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
+def find_stored_parts(
+    checkpoint: Checkpoint, stored: Stored, format: Format | None
+) -> dict[str, Entry]:
     """Return the tensors that store a weight, by suffix; a weight that is dequantised is bf16."""
     if format is not None:
         return format.parts(stored.shape)

@@ -68,10 +68,10 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
-        rules = self.rules.get(weight_role(config, name))
+        rules = self.rules.get(find_weight_role(config, name))
         if rules is None:
             return None
-        module = module_of(config, name)
+        module = find_module_of(config, name)
         return next(format for glob, format in rules if fnmatchcase(module, glob))
 
     @cached_property
@@ -102,7 +102,7 @@ class Scheme:
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp is None:
             family, count = family_of(config), config.num_nextn_predict_layers
-            names += [f"{family.module_name(config, j)}*" for j in range(count)]
+            names += [f"{family.name_module(config, j)}*" for j in range(count)]
         return names
 
     def globs(self, format: str | None) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Scheme:
         return EXCLUDED[format] if self.exclude is None else self.exclude
 
 
-def weight_role(config: ModelConfig, name: str) -> str:
+def find_weight_role(config: ModelConfig, name: str) -> str:
     """Return a weight's role in `Scheme.rules`; "" if it is never quantised."""
     family = family_of(config)
     layer = family.may_be_quantised(config, name)
@@ -122,7 +122,7 @@ def weight_role(config: ModelConfig, name: str) -> str:
     return "join" if family.joins(config, name) else ""
 
 
-def module_of(config: ModelConfig, name: str) -> str:
+def find_module_of(config: ModelConfig, name: str) -> str:
     """Return the name of a weight's module, with MTP modules as layers after the trunk's."""
     place = family_of(config).place(config, name)
     name = name if place is None else f"model.layers.{place[0]}.{place[1]}"
@@ -154,7 +154,7 @@ def make_scheme(
     choices = (UNQUANTISED, *EXCLUDED)
     main = parse_format("--to", to, choices)
     module = SCHEMES[to].mtp if mtp is None else parse_format("--mtp", mtp, choices)
-    head_format = None if head is None else parse_format("--head", head, _head_choices())
+    head_format = None if head is None else parse_format("--head", head, _list_head_choices())
     if {main, module, head_format} == {None}:
         raise UsageError(f"--to {to} quantises nothing; choose --mtp, --head or another --to")
     return Scheme(main, module, exclude, head_format)
@@ -174,11 +174,11 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
         return None if weights is None else IN_FLOATS
     main = parse_format("--weights", weights, (*choices, FLOATS))
     if head is None:
-        return engine_scheme(main, USUAL_HEADS.get(weights))
-    return engine_scheme(main, parse_format("--head-weights", head, _head_choices()))
+        return make_engine_scheme(main, USUAL_HEADS.get(weights))
+    return make_engine_scheme(main, parse_format("--head-weights", head, _list_head_choices()))
 
 
-def engine_scheme(
+def make_engine_scheme(
     weights: str | None, head: str | None, calibration: str | None = None
 ) -> Scheme | None:
     """Return the scheme by which an engine's weights were quantised, from its manifest's fields."""
@@ -190,7 +190,7 @@ def engine_scheme(
     return replace(SCHEMES[weights], head=head, join=join, calibration=calibration)
 
 
-def calibrated_scheme(scheme: AnyScheme, own: bool, text: Path | None) -> AnyScheme:
+def add_calibration(scheme: AnyScheme, own: bool, text: Path | None) -> AnyScheme:
     """Return the scheme with the calibration that the flags `--calibrate*` ask for, if any."""
     if text is None and not own:
         return scheme
@@ -208,5 +208,5 @@ def parse_format(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
     return None if value in (UNQUANTISED, AS_STORED) else value
 
 
-def _head_choices() -> tuple[str, ...]:
+def _list_head_choices() -> tuple[str, ...]:
     return (*get_args(HeadType), AS_STORED)

@@ -20,23 +20,23 @@ from mtpbuild.builder.formats import (
     Format,
     Settings,
     Shape,
+    find_stored_format,
     refuse_too_large,
-    stored_format,
 )
-from mtpbuild.builder.gguf.folder import how_to_join
+from mtpbuild.builder.gguf.folder import explain_joining
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.models.modules import (
     JOIN,
+    count_stored_modules,
+    count_sure_modules,
     is_module,
     refuse_stripped,
-    stored_modules,
-    sure_modules,
 )
 from mtpbuild.builder.weights.made import ConvertedWeight
-from mtpbuild.builder.weights.table import WeightTable, family_table
+from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -118,7 +118,7 @@ class Checkpoint:
             settings = self.joined.get(self.tensors[name].file, settings)
         entry = self.tensors.get(name)
         own = None if entry is None or entry.source is None else entry.source.format
-        return own or stored_format(name, self.tensors, settings)
+        return own or find_stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -141,7 +141,7 @@ class Checkpoint:
             raise self._wrong(name, fault)
         return parts
 
-    def kept_parts(self, name: str, held: Format | None = None) -> dict[str, Tensor]:
+    def read_kept_parts(self, name: str, held: Format | None = None) -> dict[str, Tensor]:
         """Read a quantised weight's parts in the format in which an engine holds it.
 
         held: None stands for the one in which engines keep the weight's format. Weights in formats
@@ -220,7 +220,7 @@ class Checkpoint:
         config: the result of `settle`. Raises CheckpointError, which names the first missing,
         left-over or wrong-shaped tensor.
         """
-        table, copies = family_table(config, ranks), family_of(config).duplicates(config)
+        table, copies = make_family_table(config, ranks), family_of(config).duplicates(config)
         wanted = table.stored
         self._refuse(set(wanted) - set(self.tensors), "missing tensor")
         known = set(wanted) | set(copies)
@@ -240,17 +240,17 @@ class Checkpoint:
         Quantised and fine-tuned copies of models often lack modules; with `drafts` a missing one
         raises CheckpointError. One that lacks tensors does, too, unless `drafts` is False.
         """
-        return self._own_copies(self.settle_modules(config, drafts))
+        return self._find_own_copies(self.settle_modules(config, drafts))
 
     def settle_modules(self, config: Config, drafts: bool | None = None) -> Config:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = family_of(config)
-        stored_count = stored_modules(family, config, self.tensors)
+        stored_count = count_stored_modules(family, config, self.tensors)
         if drafts:
-            refuse_stripped(self.folder, family, config, stored_count, how_to_join(self.folder))
+            refuse_stripped(self.folder, family, config, stored_count, explain_joining(self.folder))
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
-        fault = self._fault_of_modules(config) if count else None
+        fault = self._find_fault_of_modules(config) if count else None
         if fault is None:
             return config
         if drafts is False:
@@ -260,16 +260,18 @@ class Checkpoint:
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
         family, first = family_of(config), config.num_hidden_layers
-        counts = range(config.num_nextn_predict_layers, sure_modules(family, config, self.tensors))
+        counts = range(
+            config.num_nextn_predict_layers, count_sure_modules(family, config, self.tensors)
+        )
         left = {first + j for j in counts}
         if not left:
             return []
         places = ((name, family.place(config, name)) for name in self.tensors)
         return [name for name, place in places if place is not None and place[0] in left]
 
-    def _fault_of_modules(self, config: ModelConfig) -> str | None:
+    def _find_fault_of_modules(self, config: ModelConfig) -> str | None:
         """Say what is wrong with the modules' tensors; None if nothing is."""
-        family, stored = family_of(config), family_table(config).stored
+        family, stored = family_of(config), make_family_table(config).stored
         wanted = [each for name, each in stored.items() if is_module(family, config, name)]
         where = replace(self, folder=min(self.joined).parent) if self.joined else self
         try:
@@ -283,7 +285,7 @@ class Checkpoint:
             return str(error)
         return None
 
-    def _own_copies(self, config: Config) -> Config:
+    def _find_own_copies(self, config: Config) -> Config:
         """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.common.plain import PlainCausalLM
-from mtpbuild.builder.models.common.rope import rope_tables
+from mtpbuild.builder.models.common.rope import compute_rope_tables
 from mtpbuild.builder.stages import Watch, say_time_left
 from mtpbuild.builder.weights.requantised import Parts
 from mtpbuild.builder.weights.stored import Checkpoint
@@ -64,7 +64,7 @@ class StreamedModel:
         self.plain = plain.eval().requires_grad_(False)
         self._names = {module: name for name, module in plain.named_modules()}
         longest = max(batch.shape[1] for batch in batches)
-        plain.cos, plain.sin = rope_tables(config.rope, 2 * plain.cos.shape[-1], longest)
+        plain.cos, plain.sin = compute_rope_tables(config.rope, 2 * plain.cos.shape[-1], longest)
         plain.lm_head = nn.Identity()  # type: ignore[assignment]
         tokens = torch.cat([batch.flatten() for batch in batches])
         plain.model.embed_tokens = KnownEmbedding(checkpoint, tokens)  # type: ignore[assignment]

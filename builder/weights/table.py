@@ -12,9 +12,9 @@ from mtpbuild.builder.formats import FORMATS, Format
 from mtpbuild.builder.formats.integers import INT8, Integers, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.models.common.moe_weights import STACKS, like_routed, with_shared
+from mtpbuild.builder.models.common.moe_weights import STACKS, find_modules_like_routed, with_shared
 from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
-from mtpbuild.builder.weights.scheme import weight_role
+from mtpbuild.builder.weights.scheme import find_weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens", "lm_head"  # in the table
@@ -73,7 +73,7 @@ class WeightTable:
         return sum(prod(stored.shape) for stored in self.stored.values())
 
 
-def family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
+def make_family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
     """Return a family's weights as floats, with the experts of all ranks."""
     share = Share(Ranks(attention_dp=ranks.attention_dp))
     return WeightTable(config, ranks, tuple(family_of(config).weight_table(config, share)))
@@ -83,23 +83,23 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
     """Return a family's table with the format and the layout of each weight in an engine."""
     share = Share(table.ranks)
     possible = {
-        weight.name: _kept_formats(weight, format_of, table.config, style)
+        weight.name: _choose_kept_formats(weight, format_of, table.config, style)
         for weight in table.weights
     }
-    may_join = like_routed(table.weights, share) if style.joins_experts else set[str]()
-    joined = _same_formats(possible, may_join)
+    may_join = find_modules_like_routed(table.weights, share) if style.joins_experts else set[str]()
+    joined = _find_same_formats(possible, may_join)
     weights = with_shared(table.weights, joined)
     formats = dict[str, Format]()
     for weight in weights:
         kept = possible[weight.name]
         if any(format is None or format.name not in style.formats for format in kept):
             continue
-        format = _joined_format(weight, kept)
+        format = _join_formats(weight, kept)
         if format is not None and _can_stay(replace(weight, format=format), share):
             formats[weight.name] = format
     formats = _drop_unpaired(weights, formats)
     if style.packs_weights:
-        formats |= _per_head_formats(weights, formats)
+        formats |= _choose_per_head_formats(weights, formats)
     held = (
         replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
         for each in weights
@@ -120,7 +120,7 @@ def _share_embedding(table: WeightTable) -> WeightTable:
     return replace(table, weights=tuple(w for w in table.weights if w is not embedding))
 
 
-def _per_head_formats(
+def _choose_per_head_formats(
     weights: Iterable[Weight], formats: Mapping[str, Format]
 ) -> dict[str, Format]:
     """Return the formats of `kv_b_proj`, which attention reads as a product for each head.
@@ -138,7 +138,7 @@ def _per_head_formats(
     return chosen
 
 
-def _kept_formats(
+def _choose_kept_formats(
     weight: Weight, format_of: FormatOf, config: ModelConfig, style: GraphStyle
 ) -> tuple[Format | None, ...]:
     """Return the formats in which engines keep the tensors that a weight is made from."""
@@ -149,7 +149,7 @@ def _kept_formats(
         kept, own = format.kept, format.kept.name in style.formats
         if style.rounds_to is None or (own and kept.offsets is None):
             return kept
-        if not weight_role(config, stored.name):
+        if not find_weight_role(config, stored.name):
             return None  # a router, or a delta rule's exponents
         rounded = FORMATS[style.rounds_to]
         return kept if own else rounded if rounded.fits(stored.shape) else None
@@ -157,7 +157,7 @@ def _kept_formats(
     return tuple(map(keep, weight.stored))
 
 
-def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
+def _join_formats(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
     """Return the format of a weight by those of its tensors; None if it has to be floats."""
     if weight.looked_up and isinstance(kept[0], Integers):
         return INT8  # whose rows programs can look up
@@ -169,7 +169,9 @@ def _joined_format(weight: Weight, kept: tuple[Format | None, ...]) -> Format | 
     return None
 
 
-def _same_formats(formats: Mapping[str, tuple[Format | None, ...]], modules: Set[str]) -> set[str]:
+def _find_same_formats(
+    formats: Mapping[str, tuple[Format | None, ...]], modules: Set[str]
+) -> set[str]:
     """Return the MoE modules whose shared expert has the same formats as all their routed ones."""
 
     def fits(module: str) -> bool:

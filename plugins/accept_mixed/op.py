@@ -266,8 +266,7 @@ def _apply_rule(
     """
     good, target, margins = others
     asked = judged.controls[rule.name]
-    # A copy: `numbers` are a view of what `judged.numbers` views, and torch.cond wants operands that
-    # share no memory.
+    # A copy, as torch.cond wants operands that share no memory, and both numbers are views of one.
     operands = (*vars(judged).values(), numbers.clone())
     kept, *choice = when(asked.any(), _decide_by(rule), _decide_nothing(rule), operands)
     asked = asked[:, None]

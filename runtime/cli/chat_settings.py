@@ -14,11 +14,11 @@ def change_setting(
 ) -> SamplingParams:
     """Return the settings with one changed; first: those that the text `default` brings back."""
     if text == "default":
-        value = value_of(first, name)
+        value = read_value_of(first, name)
     elif (parse := SETTINGS[name].parse if name in SETTINGS else None) is not None:
         value = parse(f"/set {name}", text)
     else:
-        value = _json_or_text(text)
+        value = _parse_json_or_text(text)
     changes: dict[str, Any] = {name: value}
     if name not in SETTINGS:
         rule = {**(params.acceptance_settings or {}), name: value}
@@ -28,19 +28,19 @@ def change_setting(
     return replace(params, **changes)
 
 
-def settable_names() -> list[str]:
+def list_settable_names() -> list[str]:
     """Return the names of the settings that an answer in the terminal can have."""
     own = [name for name, each in SETTINGS.items() if each.http or each.help]
     return [name for name in dict.fromkeys([*own, *http_settings()]) if name not in UNSEEN]
 
 
-def value_of(params: SamplingParams, name: str) -> Any:
+def read_value_of(params: SamplingParams, name: str) -> Any:
     """Return a setting's value, also of a rule's own one."""
     rule = params.acceptance_settings or {}
     return getattr(params, name) if name in SETTINGS else rule.get(name)
 
 
-def _json_or_text(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

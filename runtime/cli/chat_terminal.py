@@ -57,7 +57,7 @@ def converse(
     conversation = Conversation(
         engine, params, answer, print_dimmed, system=system, options=options
     )
-    session = make_session(open_history(history_path()), conversation.restore)
+    session = make_session(open_history(find_history_path()), conversation.restore)
     with contextlib.suppress(EOFError):
         while True:
             draft, conversation.draft = conversation.draft, ""
@@ -101,7 +101,7 @@ def make_session(
     )
 
 
-def history_path() -> Path:
+def find_history_path() -> Path:
     """Return the file of earlier questions, which all engines share."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "mtpbuild" / "history"
@@ -123,7 +123,7 @@ def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatR
     screen = AnswerScreen(sys.stdout)
     with (
         engine.chat(prompt, params, stream=True) as stream,
-        ended_by_ctrl_c(stream),
+        end_by_ctrl_c(stream),
         without_echo(sys.stdin),
     ):
         for part in stream:
@@ -154,7 +154,7 @@ def without_echo(typed: TextIO) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c(stream: ChatStream) -> Iterator[None]:
+def end_by_ctrl_c(stream: ChatStream) -> Iterator[None]:
     """Let the first Ctrl-C end the stream's request; a second Ctrl-C interrupts the program."""
 
     def end(*signal_and_frame: object) -> None:
@@ -193,7 +193,7 @@ class AnswerScreen:
             else:
                 self._think(span.text if span.kind == "reasoning" else "")
         if self._thinking and self._thought.strip():
-            self._write(CLEAR_LINE + self._dim(self._last_words()))
+            self._write(CLEAR_LINE + self._dim(self._cut_to_line()))
         self._out.flush()
 
     def end(self) -> None:
@@ -221,7 +221,7 @@ class AnswerScreen:
             self._empty = False
             self._write(colour_draft(text, self._colour and span.from_draft))
 
-    def _last_words(self) -> str:
+    def _cut_to_line(self) -> str:
         """Return the end of the thought, as far as it fits into a line."""
         room = shutil.get_terminal_size().columns - 1
         words = " ".join(self._thought[-4 * room :].split())[-room:]

@@ -17,12 +17,16 @@ from mtpbuild.runtime.cli.sampling_flags import (
     CompatFlags,
     RelaxedFlags,
     RunFlags,
+    make_sampling_params,
     read_flags,
-    sampling_params,
 )
-from mtpbuild.runtime.contract.target_options import list_changed_flags, load_options, option_flags
+from mtpbuild.runtime.contract.target_options import (
+    list_changed_flags,
+    load_options,
+    make_option_flags,
+)
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
-from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag, given_flags, group_flags
+from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, find_given_flags, flag, group_flags
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
 if TYPE_CHECKING:
@@ -37,7 +41,7 @@ PROMPTS = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
 STDIN = Path("-")
 
 P = ParamSpec("P")
-LoadFlags: Any = option_flags(load_options)
+LoadFlags: Any = make_option_flags(load_options)
 
 
 def error_line(command: Callable[P, None]) -> Callable[P, None]:
@@ -109,7 +113,7 @@ def run(
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.programs.follow import lead_or_follow
-    from mtpbuild.runtime.sampling.defaults import sampling_defaults
+    from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
@@ -125,11 +129,13 @@ def run(
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     if talks:  # as in `serve`: the model's own sampling, and answers of any length
-        usual = sampling_defaults(engine, manifest) | {"max_tokens": manifest.build.max_seq_len}
-        typed = given_flags(context, usual)
+        usual = choose_sampling_defaults(engine, manifest) | {
+            "max_tokens": manifest.build.max_seq_len
+        }
+        typed = find_given_flags(context, usual)
         sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
     form = None if json_schema is None else _form(json_schema)
-    params = sampling_params(sampling, settings, manifest, structured_outputs=form)
+    params = make_sampling_params(sampling, settings, manifest, structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
@@ -188,11 +194,11 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime.cli import terminal
-    from mtpbuild.runtime.contract.manifest import check_files, engine_folders, read_manifest
+    from mtpbuild.runtime.contract.manifest import check_files, list_engine_folders, read_manifest
     from mtpbuild.runtime.prefix_cache.files import check_prefixes
 
     manifest = read_manifest(engine)
-    for folder, part in engine_folders(engine, manifest):
+    for folder, part in list_engine_folders(engine, manifest):
         check_files(folder, part)
     check_prefixes(engine, manifest)
     if json:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.cli.chat_settings import change_setting, settable_names, value_of
+from mtpbuild.runtime.cli.chat_settings import change_setting, list_settable_names, read_value_of
 from mtpbuild.runtime.cli.input_file import InputLine, read_lines
 from mtpbuild.runtime.cli.terminal import summary
 from mtpbuild.runtime.engine.engine import Engine
@@ -102,11 +102,13 @@ class Conversation:
     def set_setting(self, text: str) -> None:
         """Change a setting of the answers to come, or show the settings."""
         name, _, value = text.partition(" ")
-        known = settable_names()
+        known = list_settable_names()
         if not name:
             params, usual = self.params, SamplingParams()
-            names = (each for each in known if value_of(params, each) != value_of(usual, each))
-            shown = [f"{each} {value_of(params, each)}" for each in names]
+            names = (
+                each for each in known if read_value_of(params, each) != read_value_of(usual, each)
+            )
+            shown = [f"{each} {read_value_of(params, each)}" for each in names]
             self.say("; ".join(shown) or "all settings are the defaults")
             return
         if name not in known:
@@ -115,18 +117,18 @@ class Conversation:
             changed = change_setting(self.params, self._first_params, name, value.strip())
             self.engine.check(changed)
             self.params = changed
-        self.say(f"{name} {value_of(self.params, name)}")
+        self.say(f"{name} {read_value_of(self.params, name)}")
 
     def regenerate(self, _: str = "") -> None:
         """Answer the last question again."""
-        messages = self.messages[: self._last_question() + 1]
+        messages = self.messages[: self._find_last_question() + 1]
         if self.params.temperature == 0 or self.params.seed is not None:
             self.say("the same again? /set temperature 1 and /set seed null let an answer vary")
         self._answer(messages)
 
     def edit(self, _: str = "") -> None:
         """Take the last question back, as the draft of the next one."""
-        last = self._last_question()
+        last = self._find_last_question()
         text = self.messages[last]["content"]
         if not isinstance(text, str):
             raise UsageError("/edit: the last question is not a text")
@@ -272,7 +274,7 @@ class Conversation:
         opening = [] if self.system is None else [_system(self.system)]
         return chat_or_text(self.engine, [*opening, *messages], self.options)
 
-    def _last_question(self) -> int:
+    def _find_last_question(self) -> int:
         """Return the place of the last question; raise UsageError if there is none."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "user":

@@ -11,7 +11,12 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Column, Table
 
-from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, engine_folders, read_manifest
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    Manifest,
+    list_engine_folders,
+    read_manifest,
+)
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
 
@@ -83,7 +88,7 @@ def describe_engine(folder: Path) -> ListedEngine:
     name = str(folder.relative_to(ENGINES))
     try:
         manifest = read_manifest(folder)
-        size = sum(_count_bytes(*part) for part in engine_folders(folder, manifest))
+        size = sum(_count_bytes(*part) for part in list_engine_folders(folder, manifest))
     except MtpbuildError as error:
         return ListedEngine(name, fault=str(error).removeprefix(str(folder)).lstrip(":/ "))
     build = manifest.build
@@ -118,7 +123,7 @@ def print_engine_list(engines: Iterable[ListedEngine], console: Console | None =
     for count in range(len(COLUMNS), 0, -1):
         table = Table(*(Column(name, no_wrap=True, justify=j) for name, j in COLUMNS[:count]))
         for each in whole:
-            table.add_row(*_cells(each)[:count])
+            table.add_row(*_format_cells(each)[:count])
         if (needed := console.measure(table, options=options).maximum) <= width:
             break
     if whole:
@@ -130,7 +135,7 @@ def print_engine_list(engines: Iterable[ListedEngine], console: Console | None =
             console.print(line, soft_wrap=True)
 
 
-def _cells(e: ListedEngine) -> list[str]:
+def _format_cells(e: ListedEngine) -> list[str]:
     size, used = f"{(e.size or 0) / 1e6:,.1f} MB", describe_time(e.last_use or 0)
     return [e.name, str(e.model), str(e.nextn), str(e.weights), size, f"{e.context:,}", used]
 

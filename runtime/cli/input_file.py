@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.checks import format_value
-from mtpbuild.runtime.contract.manifest import first_error
+from mtpbuild.runtime.contract.manifest import describe_first_error
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.requests.request import Observer, Result
@@ -47,7 +47,7 @@ class PromptLine(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> Self:
+    def _check_one_prompt(self) -> Self:
         *some, last = self.PROMPTS
         if sum(getattr(self, name) is not None for name in self.PROMPTS) != 1:
             raise ValueError(f"give one of {', '.join(some)} and {last}")
@@ -100,7 +100,7 @@ def _parse(kind: type[Kind], text: bytes) -> Kind:
     try:
         return kind.model_validate(json.loads(text))
     except ValidationError as error:
-        raise RequestError(first_error(error, slice(1))) from None
+        raise RequestError(describe_first_error(error, slice(1))) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not JSON ({error})") from None
 
@@ -139,7 +139,7 @@ class InputLine(PromptLine):
         if "settings" in raw:
             raise ValueError("settings: unknown; each setting is a key of the line")
         if not raw.keys().isdisjoint(BATCH):
-            raw = _of_batch(raw)
+            raw = _convert_batch_line(raw)
         lengths = {name: raw[name] for name in LENGTHS if raw.get(name) is not None}
         if len(lengths) > 1:
             raise ValueError(f"{' and '.join(lengths)} are the same: give one")
@@ -149,7 +149,7 @@ class InputLine(PromptLine):
         return rest | {"output_tokens": most, "settings": settings}
 
 
-def _of_batch(line: dict[str, Any]) -> dict[str, Any]:
+def _convert_batch_line(line: dict[str, Any]) -> dict[str, Any]:
     """Convert the fields of a line of OpenAI's batch files to those of `InputLine`."""
     for name in sorted(line.keys() ^ set(BATCH)):
         wrong = "unknown" if name in line else "missing"

@@ -26,9 +26,9 @@ from mtpbuild.runtime.configuration.settings import (
     Given,
     checked,
     join,
+    list_relaxed_notes,
     name_source,
-    relaxed_notes,
-    sampling_settings,
+    read_sampling_settings,
 )
 from mtpbuild.runtime.configuration.tables import MTP
 from mtpbuild.runtime.contract.drafters import check_offered
@@ -47,7 +47,7 @@ HINTS = get_type_hints(SamplingParams)
 RELAXED_FLAGS = ("relaxed_topk", "relaxed_delta")
 
 
-def flag_field(name: str, hint: Any, setting: Setting) -> Field:
+def make_flag_field(name: str, hint: Any, setting: Setting) -> Field:
     """Return the field of a flag; numbers keep their default, other types default to None."""
     default = DEFAULTS[name]
     if isinstance(default, int | float):
@@ -59,13 +59,13 @@ def flag_field(name: str, hint: Any, setting: Setting) -> Field:
     return name, hint, flag(None, setting.help)
 
 
-def flag_fields(everywhere: bool) -> list[Field]:
+def make_flag_fields(everywhere: bool) -> list[Field]:
     """Return the fields of the flags for all commands, or of those for `run` alone."""
     shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED_FLAGS}
-    return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
+    return [make_flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
 
 
-def rule_fields() -> list[Field]:
+def make_rule_fields() -> list[Field]:
     """Return the fields of the settings of acceptance rules."""
     return [
         (name, get_type_hints(rule.settings)[name] | None, flag(None, setting.help))
@@ -75,9 +75,9 @@ def rule_fields() -> list[Field]:
 
 
 make_group: Any = partial(make_dataclass, frozen=True, kw_only=True)
-SHARED = [*flag_fields(everywhere=True), *rule_fields()]
+SHARED = [*make_flag_fields(everywhere=True), *make_rule_fields()]
 SamplingFlags: Any = make_group("SamplingFlags", SHARED)
-RunFlags: Any = make_group("RunFlags", [*SHARED, *flag_fields(everywhere=False)])
+RunFlags: Any = make_group("RunFlags", [*SHARED, *make_flag_fields(everywhere=False)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def read_flags(
     typed = vars(compat) | vars(relaxed)
     for name, setting in FIELDS.items():
         if typed[name] is not None and typed[name] is not False:
-            source = flag_name(name)
+            source = name_flag(name)
             given.append((setting, source, checked(CHECKS[setting], typed[name], source)))
     if (relaxed.relaxed_topk or 1) > 1:  # the number alone switches relaxed acceptance on
         given.append((SWITCH, "--relaxed-topk", True))
@@ -145,12 +145,12 @@ def read_flags(
         others = [each for each in given if each[0] == "nextn" and each[2] is not None]
         join([("nextn", "--nextn", numbers), *((n, src, str(value)) for n, src, value in others)])
     settings = join(given)
-    for note in (*settings.get(NOTES, ()), *relaxed_notes(settings)):
+    for note in (*settings.get(NOTES, ()), *list_relaxed_notes(settings)):
         typer.echo(f"note: {note}", err=True)
     return settings
 
 
-def sampling_params(
+def make_sampling_params(
     flags: Any, settings: Configuration, engine: "Manifest | None" = None, **others: Any
 ) -> SamplingParams:
     """Join the settings of flags, configuration and `others` for requests of an engine.
@@ -161,18 +161,18 @@ def sampling_params(
     for name, value in typed.items():
         parse = SETTINGS[name].parse
         if parse and isinstance(value, str):
-            typed[name] = parse(flag_name(name), value)
-    asked = sampling_settings(settings)
+            typed[name] = parse(name_flag(name), value)
+    asked = read_sampling_settings(settings)
     for name, wanted in typed.items():
         if (configured := asked.setdefault(name, wanted)) != wanted:
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {configured}"
-            raise UsageError(f"{flag_name(name)} {wanted} contradicts the configuration's {by}")
+            raise UsageError(f"{name_flag(name)} {wanted} contradicts the configuration's {by}")
     params = SamplingParams(**asked)
     if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:
         typer.echo(f"note: {GREEDY_REJECTION}", err=True)
     return params
 
 
-def flag_name(name: str) -> str:
+def name_flag(name: str) -> str:
     """Return a setting's name as a flag."""
     return "--" + name.replace("_", "-")

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from mtpbuild.runtime.cli.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, ranks_here
+from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, list_ranks_here
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.loaded import Prompt
-from mtpbuild.runtime.prefix_cache.cache import saved_sizes
-from mtpbuild.runtime.prefix_cache.files import prefix_names
+from mtpbuild.runtime.prefix_cache.cache import count_saved_bytes
+from mtpbuild.runtime.prefix_cache.files import list_prefix_names
 from mtpbuild.runtime.requests.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.trace.recorder import Trace
@@ -31,7 +31,7 @@ GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are not the model's"
 
 
-def json_line(task_id: str | int, result: Result) -> str:
+def write_json_line(task_id: str | int, result: Result) -> str:
     """Return a request's result as a line of JSON; docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
@@ -63,7 +63,7 @@ def answer(
 ) -> None:
     """Answer a prompt with one JSON object, or with streamed text and a summary."""
     if json:
-        print(json_line(0, engine.generate(prompt, params, observer=trace)))
+        print(write_json_line(0, engine.generate(prompt, params, observer=trace)))
     else:
         stream_answer(engine, prompt, params, echo=True, observer=trace)
 
@@ -75,7 +75,7 @@ def answer_file(
     requests = read_requests(path, engine, params, check=True)
     for request, result in generate_all(engine, requests, trace):
         if json:
-            print(json_line(request.task_id, result), flush=True)
+            print(write_json_line(request.task_id, result), flush=True)
         else:
             print(f"[{request.task_id}] {summary(result)}", file=sys.stderr, flush=True)
             print(result.text or ",".join(map(str, result.token_ids)), flush=True)
@@ -142,7 +142,7 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     drafted = f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
     yield "nextn", f"{build.drafts}, drafter {build.drafter or 'none'}{drafted}"
     yield "capacity", f"{build.slots} slots of {build.max_seq_len:,} tokens"
-    here = ranks_here(folder, manifest)
+    here = list_ranks_here(folder, manifest)
     groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
     data_parallel = ", attention data-parallel" if build.attention_dp else ""
     partly = manifest.split and len(here) < build.tp
@@ -154,9 +154,9 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     caches = [s for s in manifest.state if s.role == "rows"]
     yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
     yield "prefill chunk", str(build.prefill_chunk)
-    row, states = saved_sizes(manifest)
+    row, states = count_saved_bytes(manifest)
     more = f", and {states:,} for recurrent states" if states else ""
-    prefixes = f"built in: {', '.join(prefix_names(manifest)) or 'none'}"
+    prefixes = f"built in: {', '.join(list_prefix_names(manifest)) or 'none'}"
     if Feature.PREFIX_CACHE in manifest.features:
         prefixes += f"; of earlier prompts {row:,} bytes per token{more} (--prefix-cache-bytes)"
     yield "prefixes", prefixes

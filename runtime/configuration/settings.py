@@ -12,7 +12,7 @@ from mtpbuild.runtime.checks import NEXTN_LIMIT, Check, check_bool, check_intege
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.sampling.params import SETTINGS
-from mtpbuild.runtime.sampling.synthetic import check_synthetic, synthetic_rates
+from mtpbuild.runtime.sampling.synthetic import check_synthetic, choose_synthetic_rates
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo
@@ -52,7 +52,7 @@ def join(every: Iterable[Given]) -> dict[str, Any]:
     return joined | ({NOTES: notes} if notes else {})
 
 
-def relaxed_notes(settings: Configuration) -> list[str]:
+def list_relaxed_notes(settings: Configuration) -> list[str]:
     """Return a line for each relaxed-acceptance value that has no effect without its switch."""
     on = settings.get(SWITCH)
     given = [] if on else [name for name in RELAXED if name in settings]
@@ -67,10 +67,10 @@ def check_synthetic_settings(settings: Configuration, where: str) -> None:
     except RequestError as error:
         raise UsageError(f"{where}: {error}") from None
     if "nextn" in settings:
-        synthetic_rates(rates, length, settings["nextn"])
+        choose_synthetic_rates(rates, length, settings["nextn"])
 
 
-def sampling_settings(settings: Configuration) -> dict[str, Any]:
+def read_sampling_settings(settings: Configuration) -> dict[str, Any]:
     """Return the keywords of SamplingParams that the settings give.
 
     Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
@@ -80,7 +80,7 @@ def sampling_settings(settings: Configuration) -> dict[str, Any]:
     return found | ({"acceptance": "rejection"} if "rejection_sample_method" in found else {})
 
 
-def requested_ranks(settings: Configuration) -> Ranks:
+def read_requested_ranks(settings: Configuration) -> Ranks:
     """Return the ranks that the settings ask for, by default one.
 
     moe_tp is the number of ranks that share an expert, tp / ep.

@@ -27,7 +27,7 @@ class Methods:
 Table = Mapping[str, "Key | Methods | Table"]
 
 
-def same_entry(names: str, key: Key | None = None) -> Mapping[str, Key]:
+def repeat_entry(names: str, key: Key | None = None) -> Mapping[str, Key]:
     """Return the same entry for several keys; by default each key is a setting of the same name."""
     return {name: key or Key(name) for name in names.split()}
 
@@ -78,26 +78,26 @@ VLLM: Table = {  # vLLM's --speculative-config
     "method": Methods("mtp", VLLM_METHODS.split(), MODELS.split()),
     "num_speculative_tokens": Key("nextn"),
     "draft_tensor_parallel_size": Key("tp", idle=(1, -1)),  # modules are split like the main model
-    **same_entry("rejection_sample_method draft_sample_method"),
-    **same_entry("synthetic_acceptance_rates synthetic_acceptance_length"),
+    **repeat_entry("rejection_sample_method draft_sample_method"),
+    **repeat_entry("synthetic_acceptance_rates synthetic_acceptance_length"),
     "num_speculative_tokens_per_batch_size": FIXED,
     "disable_by_batch_size": ALWAYS,
     "speculative_token_tree": CHAIN,
     "model": MODULES,
-    **same_entry(VLLM_IGNORED, Key()),
+    **repeat_entry(VLLM_IGNORED, Key()),
 }
 SPECULATIVE: Table = {  # TensorRT-LLM's speculative_config
     "decoding_type": MTP,
-    **same_entry("max_draft_len num_nextn_predict_layers", Key("nextn")),
+    **repeat_entry("max_draft_len num_nextn_predict_layers", Key("nextn")),
     "use_mtp_vanilla": Key("drafter", true="mtp-vanilla"),
-    **same_entry("use_relaxed_acceptance_for_thinking relaxed_topk relaxed_delta"),
-    **same_entry("begin_thinking_phase_token end_thinking_phase_token"),
+    **repeat_entry("use_relaxed_acceptance_for_thinking relaxed_topk relaxed_delta"),
+    **repeat_entry("begin_thinking_phase_token end_thinking_phase_token"),
     "use_rejection_sampling": Key("rejection_sample_method", true="standard"),
-    **same_entry("acceptance_rate_threshold acceptance_rate_window_size max_concurrency", ALWAYS),
-    **same_entry("sa_config use_dynamic_tree", CHAIN),
+    **repeat_entry("acceptance_rate_threshold acceptance_rate_window_size max_concurrency", ALWAYS),
+    **repeat_entry("sa_config use_dynamic_tree", CHAIN),
     "draft_len_schedule": FIXED,
-    **same_entry("speculative_model speculative_model_dir", MODULES),
-    **same_entry(SPECULATIVE_IGNORED, Key()),
+    **repeat_entry("speculative_model speculative_model_dir", MODULES),
+    **repeat_entry(SPECULATIVE_IGNORED, Key()),
 }
 TRTLLM: Table = {  # TensorRT-LLM's YAML file
     "speculative_config": SPECULATIVE,
@@ -105,17 +105,17 @@ TRTLLM: Table = {  # TensorRT-LLM's YAML file
     "moe_expert_parallel_size": Key("ep", idle=(-1,)),
     "moe_tensor_parallel_size": Key("moe_tp", idle=(-1,)),
     "enable_attention_dp": Key("attention_dp"),
-    **same_entry("context_parallel_size moe_cluster_parallel_size pipeline_parallel_size", RANKS),
+    **repeat_entry("context_parallel_size moe_cluster_parallel_size pipeline_parallel_size", RANKS),
     "batched_logits_processor": TOKENS,
-    **same_entry("custom_tokenizer enable_lora lora_config model_kwargs quant_config", WEIGHTS),
+    **repeat_entry("custom_tokenizer enable_lora lora_config model_kwargs quant_config", WEIGHTS),
     "sparse_attention_config": WEIGHTS,
     "max_beam_width": Key(refused="a request has one continuation", idle=(1,)),
     "enable_chunked_prefill": Key(instead="prefill is always chunked, see --prefill-chunk"),
     "guided_decoding_backend": Key(instead="llguidance follows every grammar"),
     "max_batch_size": Key(instead="use --max-batch"),
-    **same_entry("max_input_len max_seq_len", Key(instead="use --max-seq-len")),
+    **repeat_entry("max_input_len max_seq_len", Key(instead="use --max-seq-len")),
     "max_num_tokens": Key(instead="use --prefill-chunk"),
     "model": Key(instead="use --model"),
     "tokenizer": Key(instead="the checkpoint's is taken"),
-    **same_entry(TRTLLM_IGNORED, Key()),
+    **repeat_entry(TRTLLM_IGNORED, Key()),
 }

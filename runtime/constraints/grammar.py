@@ -17,7 +17,7 @@ from mtpbuild.runtime.contract.controls import WORD, StepControls
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint, Words
-from mtpbuild.runtime.contract.targets import targets_with
+from mtpbuild.runtime.contract.targets import list_targets_with
 from mtpbuild.runtime.errors import RequestError, needing
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
@@ -37,7 +37,7 @@ class Grammar(Protocol):
 
     kept: int  # drafts at the start of the last constraint that the grammar did not force
 
-    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
+    def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the constraint of the next step, which verifies these drafts; change nothing.
 
         Raises RequestError if the grammar has become too costly to follow.
@@ -66,7 +66,7 @@ class GrammarMatcher:
         self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
         self.kept = 0
 
-    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
+    def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return a mask for each draft; forced tokens replace drafts that are forbidden.
 
         Forced tokens begin at the first forbidden draft, or after the last draft. If nothing is
@@ -115,7 +115,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"structured_outputs: {_one_line(self._matcher.get_error())}")
+            raise RequestError(f"structured_outputs: {_cut_to_one_line(self._matcher.get_error())}")
 
 
 class GrammarTokens:
@@ -135,9 +135,9 @@ class GrammarTokens:
         marks = {
             id: text
             for text, id in tokenizer.added_tokens.items()
-            if not tokenizer.token_bytes(id) or (text[:1], text[-1:]) == ("<", ">")
+            if not tokenizer.decode_token(id) or (text[:1], text[-1:]) == ("<", ">")
         }
-        texts = [b"" if id in marks else tokenizer.token_bytes(id) for id in range(vocab_size)]
+        texts = [b"" if id in marks else tokenizer.decode_token(id) for id in range(vocab_size)]
         self.special_token_ids = [id for id, text in enumerate(texts) if not text]
         for id in self.special_token_ids:  # the model's vocabulary may be padded
             texts[id] = marks.get(id, f"<[{id}]>").encode()
@@ -189,7 +189,7 @@ class Grammars:
         if not self._supported:
             raise RequestError(
                 f"{setting}: this engine's steps take no grammar; build "
-                f"it anew for target {targets_with(Feature.CONSTRAIN)}"
+                f"it anew for target {list_targets_with(Feature.CONSTRAIN)}"
             )
 
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
@@ -205,7 +205,7 @@ class Grammars:
         source = _source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"structured_outputs: {_one_line(matcher.get_error())}")
+            raise RequestError(f"structured_outputs: {_cut_to_one_line(matcher.get_error())}")
         return matcher
 
 
@@ -225,22 +225,25 @@ def _source(form: StructuredOutputs) -> str:
     try:
         if kind == "json":
             # Imported here, as few engines get schemas, and all load sooner.
-            from mtpbuild.runtime.constraints.json_rules import has_large_numbers, json_rules
+            from mtpbuild.runtime.constraints.json_rules import (
+                has_large_numbers,
+                write_json_rules,
+            )
             from mtpbuild.runtime.constraints.json_schema import prepare_schema
 
             schema = prepare_schema(text)
             if has_large_numbers(schema):
-                return grammar_from("lark", json_rules(schema, "start"))
+                return grammar_from("lark", write_json_rules(schema, "start"))
             return LLMatcher.grammar_from_json_schema(dumps(schema))
         return grammar_from(kind, text)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: {_one_line(str(error))}") from None
+        raise RequestError(f"structured_outputs: {_cut_to_one_line(str(error))}") from None
 
 
 def _allows(mask: Words, row: int, token: int) -> bool:
     return bool(mask[row, token // WORD] >> (token % WORD) & 1)
 
 
-def _one_line(text: str) -> str:
+def _cut_to_one_line(text: str) -> str:
     """Return the start of a message, which may quote a grammar, in one line."""
     return " ".join(text.split())[:300]

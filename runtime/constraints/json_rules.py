@@ -38,7 +38,7 @@ def has_large_numbers(schema: Json) -> bool:
     return _Rules(schema, "").has_large(schema)
 
 
-def json_rules(schema: Json, name: str) -> str:
+def write_json_rules(schema: Json, name: str) -> str:
     """Return rules in Lark's syntax; rule `name` matches the values that fit a prepared schema.
 
     Raises ValueError if a number cannot be followed exactly.
@@ -70,7 +70,7 @@ class _Rules:
             return self._any([self.value(part) for part in schema["anyOf"]])
         kinds = schema.get("type", [*TYPES] if keys <= {*BOUNDS} else None)
         if isinstance(kinds, list):
-            return self._any([self.value(_of_kind(schema, kind)) for kind in kinds])
+            return self._any([self.value(_limit_to_kind(schema, kind)) for kind in kinds])
         if kinds in ("integer", "number") and keys <= {"type", *BOUNDS}:
             return self._number(schema)
         closed = schema.get("additionalProperties") is False
@@ -128,7 +128,7 @@ class _Rules:
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
         most = None if high is None else math.floor(high)
-        integer = f"/{integer_pattern(least, most)}/"
+        integer = f"/{match_integers(least, most)}/"
         with contextlib.suppress(ValueError):
             if schema["type"] == "number":
                 return (
@@ -165,7 +165,7 @@ class _Rules:
         return f'"[" {some} "]"'
 
 
-def integer_pattern(least: int | None, most: int | None) -> str:
+def match_integers(least: int | None, most: int | None) -> str:
     """Return a pattern of the integers from `least` to `most`; None: no bound."""
     if least is not None and most is not None and least > most:
         raise ValueError(f"no whole number is between {least} and {most}")
@@ -189,12 +189,12 @@ def _digits(least: int, most: int | None) -> str:
     ends += [most - (most + 1) % power for power in powers]
     parts = []
     for end in sorted({most, *(end for end in ends if least <= end < most)}):
-        parts.append(_same_length(str(least), str(end)))
+        parts.append(_match_same_length(str(least), str(end)))
         least = end + 1
     return "|".join(parts)
 
 
-def _same_length(low: str, high: str) -> str:
+def _match_same_length(low: str, high: str) -> str:
     """Return a pattern of the integers from low to high, whose digits vary independently."""
     digits = (a if a == b else f"[{a}-{b}]" for a, b in zip(low, high, strict=True))
     return re.sub(r"(\[0-9\])+$", lambda run: f"[0-9]{{{len(run[0]) // 5}}}", "".join(digits))
@@ -252,7 +252,7 @@ def _check_types(schema: Json) -> None:
             raise ValueError(f"type can't be {dumps(kind)[:60]}")
 
 
-def _of_kind(schema: Json, kind: object) -> Json:
+def _limit_to_kind(schema: Json, kind: object) -> Json:
     """Return a schema for one type, without the bounds if the type is not numeric."""
     dropped = () if kind in ("integer", "number") else BOUNDS
     return {key: part for key, part in schema.items() if key not in dropped} | {"type": kind}

@@ -38,7 +38,7 @@ def prepare_schema(text: str) -> Json:
     return {**schema, "x-guidance": options}
 
 
-def object_schema(schema: Any) -> Json:
+def make_object_schema(schema: Any) -> Json:
     """Return a schema of the objects that fit `schema`; None or true allows all objects."""
     if schema is None or schema is True:
         return {"type": "object"}
@@ -58,7 +58,7 @@ def close_objects(text: str) -> str:
     """
     try:
         schema = loads(text)
-        parts = [*_subschemas(schema)]
+        parts = [*_walk_subschemas(schema)]
     except (ValueError, RecursionError):
         return text
     if any("allOf" in p or (OF_OBJECTS & p.keys() and COMBINING & p.keys()) for p in parts):
@@ -144,7 +144,7 @@ def resolve_reference(reference: str, root: Json) -> Any:
     return found
 
 
-def _subschemas(schema: Any) -> Iterator[Json]:
+def _walk_subschemas(schema: Any) -> Iterator[Json]:
     """Yield a schema and all schemas inside it."""
     if not isinstance(schema, dict):
         return
@@ -152,7 +152,7 @@ def _subschemas(schema: Any) -> Iterator[Json]:
     inner: list[Any] = []
     map_subschemas(schema, inner.append)
     for part in inner:
-        yield from _subschemas(part)
+        yield from _walk_subschemas(part)
 
 
 def _rewritten(schema: Any) -> Any:

@@ -41,12 +41,12 @@ class TokenLimits:
         ends = params.end_ids(manifest.model.eos_token_ids)
         self._before_min_tokens, self._min_tokens = self._free.copy(), params.min_tokens
         self._before_min_tokens[[id for id in ends if id < size]] = False
-        if not self._allowed_after([], 0).any():
+        if not self._find_allowed_tokens([], 0).any():
             name = "allowed_token_ids" if allowed is not None else "bad_words"
             raise RequestError(f"{name}: no token is left that an answer could begin with")
         self.kept = 0
 
-    def next_constraint(self, drafts: Sequence[int]) -> Constraint:
+    def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
         """Return the tokens that each row may emit after the drafts before it.
 
         Drafts after which no token is allowed are dropped. Raises RequestError if no token may
@@ -55,7 +55,7 @@ class TokenLimits:
         taken, words = list(drafts), -(-len(self._free) // WORD)
         allowed = np.full((self._window, words), -1, np.int32)
         for row in range(len(taken) + 1):
-            free = self._allowed_after([*self._output, *taken[:row]], self._taken + row)
+            free = self._find_allowed_tokens([*self._output, *taken[:row]], self._taken + row)
             if not free.any():
                 if row == 0:
                     raise RequestError("bad_words: no token is left that may follow the answer")
@@ -72,7 +72,7 @@ class TokenLimits:
         self._output.append(token)
         del self._output[: -max(map(len, self._bad), default=1)]
 
-    def _allowed_after(
+    def _find_allowed_tokens(
         self, output: list[int], count: int
     ) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """Return the tokens [V] that may follow `count` tokens, the last of which are `output`."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.settings import MAX_BIASES, control, controls_in
+from mtpbuild.runtime.contract.settings import MAX_BIASES, control, list_settings_controls
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS as MAX_LOGPROBS
 from mtpbuild.runtime.contract.settings import Control as Control
 
@@ -135,7 +135,7 @@ class StepControls:
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 
-FIELDS = {each.name: each for each in controls_in(StepControls)}
+FIELDS = {each.name: each for each in list_settings_controls(StepControls)}
 GREEDY = StepControls()
 UNIFORMS = "uniforms"
 CONTROLS: tuple[Control, ...] = (

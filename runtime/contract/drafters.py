@@ -63,7 +63,7 @@ class DrafterRecord:
         return self.program.partition(":")[0], self.states.__module__
 
 
-def _vanilla_states(plan: Any) -> tuple["StateSpec", ...]:
+def _make_vanilla_states(plan: Any) -> tuple["StateSpec", ...]:
     from mtpbuild.runtime.contract.state import step_spec
 
     B, K = plan.max_batch, plan.nextn
@@ -79,7 +79,9 @@ _drafters = Registry[DrafterRecord](
     "mtpbuild.drafters",
     (
         DrafterRecord(EAGLE, f"{PROGRAMS}:Eagle", lambda nextn: 1, lambda nextn: 1, adaptive=True),
-        DrafterRecord(VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _vanilla_states),
+        DrafterRecord(
+            VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _make_vanilla_states
+        ),
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )

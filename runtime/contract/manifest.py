@@ -239,7 +239,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:
-        what = first_error(error, slice(None))
+        what = describe_first_error(error, slice(None))
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
 
 
@@ -252,37 +252,37 @@ def _suggestion(folder: Path) -> str:
     return f"; did you mean {there[near[0]]}?" if near else "; make one with `mtpbuild build`"
 
 
-def first_error(error: ValidationError, part: slice) -> str:
+def describe_first_error(error: ValidationError, part: slice) -> str:
     """Return pydantic's message for the first wrong field, prefixed by `part` of its location."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"][part]))
     return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
 
 
-def rank_name(rank: int) -> str:
+def name_rank(rank: int) -> str:
     return f"rank{rank}"
 
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
     """Read a rank's manifest; raise EngineFormatError if it belongs to another build."""
-    place = folder / rank_name(rank)
+    place = folder / name_rank(rank)
     own = read_manifest(place)
     if own.build != manifest.build or own.rank != rank:
         raise EngineFormatError(f"{place}: rank {own.rank} of another build; rebuild the engine")
     return own
 
 
-def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
+def list_ranks_here(folder: Path, manifest: Manifest) -> list[int]:
     """Return the ranks whose folders are on this machine, which may have built only its own."""
     ranks = range(manifest.build.tp if manifest.split else 0)
-    return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
+    return [rank for rank in ranks if (folder / name_rank(rank)).is_dir()]
 
 
-def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+def list_engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """Yield the engine's folder and those of the ranks on this machine, with their manifests."""
     yield folder, manifest
-    for rank in ranks_here(folder, manifest):
-        yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+    for rank in list_ranks_here(folder, manifest):
+        yield folder / name_rank(rank), read_rank(folder, manifest, rank)
 
 
 def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False) -> None:
@@ -308,7 +308,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:
-    ranks = {rank_name(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
+    ranks = {name_rank(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
     files = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
     found, listed = {f.as_posix() for f in files if f.parts[0] not in ranks}, set(manifest.files)
     if missing := sorted(listed - found):

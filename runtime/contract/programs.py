@@ -30,7 +30,7 @@ def host_type(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def program_name(kind: str, nextn: int, most: int) -> str:
+def name_program(kind: str, nextn: int, most: int) -> str:
     """Return the name of the program for steps of `nextn` drafts, in an engine for up to `most`."""
     return kind if nextn == most else f"{kind}_{nextn}"
 

@@ -58,10 +58,10 @@ class Registry(Generic[Item]):
         return f"{entry.dist.name} {entry.dist.version}"
 
     def _installed(self) -> dict[str, EntryPoint]:
-        return _entry_points(self.group, tuple(sys.path))
+        return _find_entry_points(self.group, tuple(sys.path))
 
 
 @lru_cache
-def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
+def _find_entry_points(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
     """Return a group's entry points on a path; cached, as the search takes milliseconds."""
     return {entry.name: entry for entry in entry_points(group=group)}

@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.contract.settings import Control, Setting, controls_in, declarations
+from mtpbuild.runtime.contract.settings import (
+    Control,
+    Setting,
+    declarations,
+    list_settings_controls,
+)
 from mtpbuild.runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ class Rule:
     def controls(self) -> tuple[Control, ...]:
         """The rule's inputs of the mixed program: whether a request chose it, and its settings."""
         chosen = Control("bool", setting="acceptance", name=self.name)
-        return (chosen, *controls_in(self.settings))
+        return (chosen, *list_settings_controls(self.settings))
 
     @property
     def declarations(self) -> dict[str, Setting]:
@@ -112,14 +117,14 @@ register, find_rule, all_rules, rule_names = _rules.register, _rules.find, _rule
 package_of_rule = _rules.package
 
 
-def rules_of(engine: "Manifest") -> list[str]:
+def list_rules_of(engine: "Manifest") -> list[str]:
     """Return the names of an engine's rules that are of other packages."""
     return [name for name in engine.capabilities.get("acceptance", []) if name not in BUILT_IN]
 
 
-def why_missing(name: str, engine: "Manifest") -> str | None:
+def explain_missing_rule(name: str, engine: "Manifest") -> str | None:
     """Return why a rule that an engine has is unknown here; None if it is known."""
-    if name not in rules_of(engine) or name in rule_names():
+    if name not in list_rules_of(engine) or name in rule_names():
         return None
     package = engine.build.packages.get(name, "another package")
     return f"the engine has this rule of {package}, which is not installed here"

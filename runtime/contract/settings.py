@@ -47,7 +47,7 @@ class Control:
     core: bool = True  # in every mixed program; False: only in programs with penalties
     setting: str = ""  # the user's name for it; by default the field's name
     needs: tuple[str, ...] = ()  # without effect while all these fields have their defaults
-    name: str = ""  # the field's name, filled in by `controls_in`
+    name: str = ""  # the field's name, filled in by `list_settings_controls`
 
 
 def setting(
@@ -78,7 +78,7 @@ def declarations(kind: type[Any], wanted: type[T]) -> dict[str, T]:
     return {f.name: f.metadata[wanted] for f in fields(kind) if f.metadata.get(wanted)}
 
 
-def controls_in(kind: type[Any]) -> tuple[Control, ...]:
+def list_settings_controls(kind: type[Any]) -> tuple[Control, ...]:
     """Return a dataclass's fields that are inputs of the mixed program, in their order."""
     return tuple(
         replace(control, name=name, setting=control.setting or name)

@@ -51,22 +51,22 @@ class StateSpec(BaseModel):
         return tuple(self.sizes.values())
 
 
-def layer_rows(layer: int) -> str:
+def name_layer_rows(layer: int) -> str:
     """Return the name of the cache rows of a layer of the main model."""
     return f"kv.{layer}"
 
 
-def module_rows(module: int) -> str:
+def name_module_rows(module: int) -> str:
     """Return the name of the cache rows of an MTP module."""
     return f"mtp_kv.{module}"
 
 
-def layer_state(name: str, layer: int) -> str:
+def name_layer_state(name: str, layer: int) -> str:
     """Return the name of a layer's recurrent state; `name` is the model family's."""
     return f"{name}.{layer}"
 
 
-def rows_spec(name: str, owner: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
+def make_rows_spec(name: str, owner: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
     """Return the spec of the cache rows of a layer or a module, [batch, 1, rows, width]."""
     sizes = dict(zip(ROWS_SIZES, shape, strict=True))
     return StateSpec(name=name, role="rows", owner=owner, dtype=dtype, sizes=sizes)

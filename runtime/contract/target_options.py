@@ -18,7 +18,7 @@ def load_options(target: str) -> type[Any]:
     return find_target(target).LoadOptions
 
 
-def option_flags(options_of: OptionsOf) -> type[Any]:
+def make_option_flags(options_of: OptionsOf) -> type[Any]:
     """Return a group of every target's options; each target has its own panel in the help.
 
     An option of several targets is in the panel of the first, with the help texts of all of them.

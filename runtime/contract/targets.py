@@ -73,24 +73,24 @@ class InductorLoadOptions:
     no_cuda_graphs: bool = flag(False, "On GPUs, launch steps kernel by kernel.")
 
 
-def _architectures(manifest: Any) -> str:
+def _join_architectures(manifest: Any) -> str:
     """Return an engine's compute capabilities as the value of a flag: sm89,sm120."""
     return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
 
 
-def _onnx_flags(manifest: Any) -> Mapping[str, Any]:
+def _make_onnx_flags(manifest: Any) -> Mapping[str, Any]:
     caches = {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}
     flags: dict[str, Any] = dict.fromkeys(["cache_dtype"], *caches) if caches else {}
     return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
 
 
-def _inductor_flags(manifest: Any) -> Mapping[str, Any]:
+def _make_inductor_flags(manifest: Any) -> Mapping[str, Any]:
     target, flags = manifest.target, dict[str, str]()
     if target.compute_capabilities:
         flags["device"] = "cuda"
     flags["dtype"] = manifest.build.dtype
     if target.cross_compiled is not None:
-        flags["compute_capability"] = _architectures(manifest)
+        flags["compute_capability"] = _join_architectures(manifest)
     if target.allreduce_strategy is not None:
         flags["allreduce_strategy"] = target.allreduce_strategy
     return flags
@@ -104,7 +104,7 @@ BUILT_IN = (
         builder=f"{BUILD}onnxruntime",
         install=f"{advise_install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
-        build_flags=_onnx_flags,
+        build_flags=_make_onnx_flags,
         features={each: "" for each in Feature if each not in (Feature.OVERLAP, Feature.SHARE)},
     ),
     TargetRecord(
@@ -113,7 +113,7 @@ BUILT_IN = (
         builder=f"{BUILD}inductor",
         install=advise_install("inductor"),
         LoadOptions=InductorLoadOptions,
-        build_flags=_inductor_flags,
+        build_flags=_make_inductor_flags,
         features={
             Feature.PREFIX_CACHE: "without attention-DP",
             Feature.OVERLAP: "on a GPU",
@@ -138,7 +138,7 @@ BUILT_IN = (
         name="tensorrt-rtx",
         programs=f"{RUN}tensorrt",
         builder=f"{BUILD}tensorrt_rtx",
-        build_flags=lambda manifest: {"compute_capability": _architectures(manifest)},
+        build_flags=lambda manifest: {"compute_capability": _join_architectures(manifest)},
         features={Feature.PREFIX_CACHE: ""},
     ),
 )
@@ -146,7 +146,7 @@ _targets = Registry[TargetRecord]("target", "mtpbuild.targets", BUILT_IN)
 register, find_target, target_names = _targets.register, _targets.find, _targets.names
 
 
-def targets_with(feature: Feature) -> str:
+def list_targets_with(feature: Feature) -> str:
     """Return the targets whose engines have a feature, with conditions, for an error message."""
     having = (target for target in _targets.all() if feature in target.features)
     return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)

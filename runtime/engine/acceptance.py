@@ -41,7 +41,7 @@ class AcceptanceModel:
             tried = min(accepted + 1, drafted)
             self._judged[:tried] += belief @ LEVELS
             self._accepted[:accepted] += 1
-            belief = belief * self._likelihood(accepted, drafted)
+            belief = belief * self._compute_likelihood(accepted, drafted)
             kept, changed = AFTER_DRAFTS
             kept /= float(belief.sum())
         self._steps += 1
@@ -52,7 +52,7 @@ class AcceptanceModel:
             self._set_factors(np.minimum(found, MOST_FACTOR) / found[0])
         return belief * kept + changed
 
-    def _likelihood(self, accepted: int, drafted: int) -> Floats:
+    def _compute_likelihood(self, accepted: int, drafted: int) -> Floats:
         """Return the probability [levels] of a step's result; none is 0."""
         if (found := self._likelihoods.get((accepted, drafted))) is None:
             found = self._reached[:, accepted] + np.float32(1e-9)

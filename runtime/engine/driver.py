@@ -91,7 +91,7 @@ class Driver:
         """
         self._news[loop].append(call)
 
-    def between_steps(self, act: Callable[[], None]) -> None:
+    def call_between_steps(self, act: Callable[[], None]) -> None:
         """Call `act` while no thread steps the loop, unless it is closed."""
         self._check()
         with self._turn:
@@ -206,7 +206,7 @@ class Driver:
         try:
             while not self._closed:
                 self.step_until(idle)
-                self.between_steps(self._loop.release)
+                self.call_between_steps(self._loop.release)
                 with self._turn:
                     self._awaited = {request for request in self._awaited if not request.ended}
                     self._turn.wait_for(lambda: self._closed or not idle())

@@ -247,7 +247,7 @@ class Engine(LoadedEngine):
         model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
         with needing("engine.metrics() needs", "serve"):
-            from mtpbuild.runtime.engine.metrics import MeteredModel, metrics_text
+            from mtpbuild.runtime.engine.metrics import MeteredModel, write_metrics
         engine = copy(self)  # a swap may come
         name, build = model_name or engine.manifest.model.name, engine.manifest.build
-        return metrics_text([MeteredModel(name, build, engine.stats, engine.totals)])
+        return write_metrics([MeteredModel(name, build, engine.stats, engine.totals)])

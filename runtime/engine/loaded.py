@@ -29,7 +29,7 @@ from mtpbuild.runtime.errors import (
     UsageError,
     first_line,
 )
-from mtpbuild.runtime.group.start import own_folders
+from mtpbuild.runtime.group.start import find_own_folders
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.requests.answer import AnswerParser
@@ -141,7 +141,7 @@ class LoadedEngine:
         manifest = read_manifest(folder)
         limited = _with_context(manifest, max_seq_len)
         try:
-            for place, own in own_folders(folder, manifest):
+            for place, own in find_own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
             template = None if chat_template is None else Path(chat_template)
             tokenizer = load_tokenizer(folder, manifest, template)
@@ -201,7 +201,7 @@ class LoadedEngine:
 
         It waits for no step; its time depends on the lengths of prompt and grammar.
         """
-        ids, params = self.token_ids(prompt), _params_or_default(params)
+        ids, params = self.token_ids(prompt), _choose_params(params)
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         request = Request(ids, params, self.manifest, self.tokenizer, observer)
@@ -223,7 +223,7 @@ class LoadedEngine:
         """Check a conversation and its settings; return the request and its answer's parser."""
         from mtpbuild.runtime.tool_calls import read_tool_use
 
-        params = _params_or_default(params)
+        params = _choose_params(params)
         tool_use = read_tool_use(
             self.tokenizer,
             tools=options.get("tools"),
@@ -245,7 +245,7 @@ class LoadedEngine:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return a text's token ids; raise RequestError if the engine has no tokenizer."""
-        return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+        return self._require_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -260,8 +260,8 @@ class LoadedEngine:
         """
         vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
         if not isinstance(prompt, str):
-            ids = _plain_ids(prompt)
-        elif prompt and self._text_tokenizer().exceeds(prompt, capacity):
+            ids = _check_ids(prompt)
+        elif prompt and self._require_tokenizer().exceeds(prompt, capacity):
             raise ContextLengthError(None, capacity)
         else:
             ids = self.encode(prompt, add_special_tokens=add_special_tokens) if prompt else []
@@ -282,7 +282,7 @@ class LoadedEngine:
         chat_template_kwargs, as in `apply_chat_template` of transformers. The prompt contains its
         special tokens; `generate` and `stream` do not add a second BOS.
         """
-        tokenizer = self._text_tokenizer()
+        tokenizer = self._require_tokenizer()
         return render_messages(messages, lambda each: tokenizer.chat_prompt(each, **options))
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
@@ -335,7 +335,7 @@ class LoadedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Forget the rows of earlier prompts; the next prompts are filled in completely."""
-        self._driver.between_steps(self._loop.forget)
+        self._driver.call_between_steps(self._loop.forget)
 
     def close(self) -> None:
         """End all requests, whose waiters get an EngineError; drop programs and weights."""
@@ -347,7 +347,7 @@ class LoadedEngine:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _text_tokenizer(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
         return self.tokenizer
@@ -386,14 +386,14 @@ def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
     return manifest.model_copy(update={"build": build})
 
 
-def _params_or_default(params: SamplingParams | None) -> SamplingParams:
+def _choose_params(params: SamplingParams | None) -> SamplingParams:
     """Return the settings, or the defaults for None; raise RequestError for another type."""
     if not isinstance(params, SamplingParams | None):
         raise RequestError(f"settings are given as SamplingParams, not {format_value(params)}")
     return SamplingParams() if params is None else params
 
 
-def _plain_ids(prompt: Sequence[int]) -> list[int]:
+def _check_ids(prompt: Sequence[int]) -> list[int]:
     with contextlib.suppress(TypeError):
         ids = list(prompt)
         if not isinstance(prompt, bytes | Mapping | Set) and bool not in set(map(type, ids)):

@@ -156,7 +156,9 @@ class Loop:
                 continue
             programs = cast(Constraining, self.programs)
             with request.contain():  # the step runs even if this fails; its tokens are dropped
-                programs.constrain(slot, request.grammar.next_constraint(programs.drafts(slot)))
+                programs.constrain(
+                    slot, request.grammar.make_next_constraint(programs.drafts(slot))
+                )
 
     def _deliver(self, launched: LaunchedStep) -> None:
         """Wait for a step, and give its tokens to its requests that have not ended."""
@@ -172,11 +174,11 @@ class Loop:
     ) -> None:
         """Give a request its tokens of a step."""
         if not output.finite(slot):
-            raise _not_finite(f"after {len(request.token_ids)} tokens of the answer")
+            raise _make_not_finite_error(f"after {len(request.token_ids)} tokens of the answer")
         if request.observer:
             request.observer.step(request, output, slot)
         count, row = request.params.logprobs, np.s_[slot, : len(tokens)]
-        logprobs = () if count is None else _alternatives(tokens, output, row, count)
+        logprobs = () if count is None else _list_alternatives(tokens, output, row, count)
         accepted, drafted = len(tokens) - 1, int(output.num_drafts[slot])
         self._watch.add(accepted, drafted)
         self._tokens_now += request.receive(tokens, drafted, logprobs, self.acceptance)
@@ -214,8 +216,8 @@ class Loop:
             ids = np.array(following, np.int64)
             scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, ids)
             if not np.isfinite(scores.logprobs).all():
-                raise _not_finite("in the prompt")
-            request.prompt_logprobs += _alternatives(following, scores, np.s_[:], count)
+                raise _make_not_finite_error("in the prompt")
+            request.prompt_logprobs += _list_alternatives(following, scores, np.s_[:], count)
         self._tokens_now += end - at
         filling.at = end
         if self.prefix_cache is not None:
@@ -276,14 +278,14 @@ def step_failure(error: BaseException) -> EngineError:
     return failure
 
 
-def _not_finite(where: str) -> NotFiniteError:
+def _make_not_finite_error(where: str) -> NotFiniteError:
     return NotFiniteError(
         f"the model's logits {where} are NaN or infinite: the weights are damaged, or their "
         "numbers are beyond the engine's type; other requests go on"
     )
 
 
-def _alternatives(
+def _list_alternatives(
     tokens: list[int], scores: Scores | StepOutput, row: Any, count: int
 ) -> list[TokenLogprobs]:
     """Return tokens with their log-probabilities and the `count` likeliest tokens.

@@ -49,7 +49,7 @@ class MeteredModel(NamedTuple):
         return [self.name, "0"]
 
 
-def metrics_text(models: Sequence[MeteredModel]) -> str:
+def write_metrics(models: Sequence[MeteredModel]) -> str:
     """Return Prometheus' text format, of type `CONTENT_TYPE_LATEST`, for one or more models."""
     prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = prometheus.CollectorRegistry()

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
-from mtpbuild.runtime.files import read_text, replace_file, user_cache_folder
+from mtpbuild.runtime.files import find_user_cache, read_text, replace_file
 from mtpbuild.runtime.limits import read_cpu_name
-from mtpbuild.runtime.threads import default_threads
+from mtpbuild.runtime.threads import choose_default_threads
 
 Seconds: TypeAlias = NDArray[np.float64]  # [nextn + 1] of a step, by nextn
 
@@ -81,7 +81,7 @@ class StepTimes:
 
     def seconds(self, size: StepSize) -> Seconds:
         """Return the seconds of a step of this size, for each nextn."""
-        found = self._of_slots(size.slots)
+        found = self._look_up_seconds(size.slots)
         if (rows := size.rows - SHORT * size.slots) > 0:
             found = found + self._per_row * rows
         if size.sampling:
@@ -89,7 +89,7 @@ class StepTimes:
         corrected: Seconds = found * (self._own * self._scale)
         return corrected
 
-    def _of_slots(self, slots: int) -> Seconds:
+    def _look_up_seconds(self, slots: int) -> Seconds:
         """Return the table's seconds of a step with SHORT rows in each of so many slots."""
         if (found := self._by_slots.get(slots)) is None:
             each = [np.interp(slots, self._sizes, times) for times in self._times.T]
@@ -136,14 +136,14 @@ def open_step_times(
                 file.write(f"{table.model_dump_json(indent=1)}\n".encode())
         except OSError as error:
             log.warning("note: step times can't be kept for later starts: %s", error)
-    return StepTimes(manifest.build.nextn, table, _long_rows(manifest))
+    return StepTimes(manifest.build.nextn, table, _choose_long_rows(manifest))
 
 
 def _path(manifest: Manifest, threads: int | None) -> Path:
     """Return the file of an engine's step times on this processor with so many threads."""
-    machine = f"{read_cpu_name()}, {threads or default_threads()} threads"
+    machine = f"{read_cpu_name()}, {threads or choose_default_threads()} threads"
     name = hashlib.sha256(f"{manifest.build.fingerprint} {machine}".encode()).hexdigest()[:16]
-    return user_cache_folder() / "step-times" / f"{name}.json"
+    return find_user_cache() / "step-times" / f"{name}.json"
 
 
 def _read(manifest: Manifest, threads: int | None) -> StepTable:
@@ -158,7 +158,7 @@ def _read(manifest: Manifest, threads: int | None) -> StepTable:
     return StepTable()
 
 
-def _long_rows(manifest: Manifest) -> int:
+def _choose_long_rows(manifest: Manifest) -> int:
     return min(LONG, manifest.build.max_seq_len - manifest.window)
 
 
@@ -174,7 +174,7 @@ def _measure(programs: Adaptive, manifest: Manifest, table: StepTable, seconds: 
         table.sampled = _time_steps(programs, manifest, 1, controls=SAMPLED)
         changed = True
     if not table.long and time.perf_counter() - start < seconds:
-        table.long = _time_steps(programs, manifest, 1, rows=_long_rows(manifest))
+        table.long = _time_steps(programs, manifest, 1, rows=_choose_long_rows(manifest))
         changed = True
     return changed
 

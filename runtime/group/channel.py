@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import EngineError, RankError, first_line
-from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
+from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, read_time_limit
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
 THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
@@ -40,7 +40,7 @@ class Channel:
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.limit = rank, ranks, time_limit()
+        self.rank, self.ranks, self.limit = rank, ranks, read_time_limit()
         self.patience = max(self.limit, SECONDS)  # until all ranks have loaded, then the limit
         self.failure: str | None = None
         self.leaving: list[Callable[[], None]] = []  # called in reverse before the group is left
@@ -125,7 +125,7 @@ class Channel:
         try:
             yield
         except RuntimeError as error:
-            self.failure = self._what_failed(error)
+            self.failure = self._describe_failure(error)
             raise RankError(self.failure) from error
         except BaseException as error:
             self.failure = self.failure or f"a step was interrupted ({type(error).__name__})"
@@ -162,7 +162,7 @@ class Channel:
             for group in [] if self._joined else self._groups:
                 dist.destroy_process_group(group)
 
-    def _what_failed(self, error: BaseException) -> str:
+    def _describe_failure(self, error: BaseException) -> str:
         what, reason = first_line(error), str(error)
         if re.search("timed out|timeout", reason, re.IGNORECASE):
             what = f"another rank has not answered for {self.patience:g} s"

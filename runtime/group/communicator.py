@@ -35,7 +35,7 @@ class UniqueId(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_byte * ID_BYTES),)
 
 
-def nccl_library() -> Any:
+def load_nccl() -> Any:
     """Load NCCL by its name or, failing that, from NVIDIA's wheel.
 
     TensorRT loads NCCL by name too, and then gets this library.

@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, check_files
 from mtpbuild.runtime.contract.programs import Bools, Programs, StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.group.start import own_folders, own_rank
+from mtpbuild.runtime.group.start import find_own_folders, find_own_rank
 
 RUNS = frozenset({"prefill", "step", "launch", "land"})  # calls that run programs
 DONE, REFUSED, FAILED = range(3)  # how host work ended; REFUSED: with False, FAILED: by raising
@@ -120,11 +120,11 @@ class LeadingPrograms:
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
     """Load rank 0's programs of an engine whose files were checked."""
-    if rank := own_rank(folder, manifest):
+    if rank := find_own_rank(folder, manifest):
         raise EngineError(
             f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.programs.follow)"
         )
-    *_, (own_folder, own) = own_folders(folder, manifest)
+    *_, (own_folder, own) = find_own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:
         return LeadingPrograms(load(own_folder, own, channel=channel), channel)
@@ -135,12 +135,12 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
 
 def repeat_calls(folder: Path, manifest: Manifest, load: LoadRank) -> None:
     """Load another rank's programs and repeat rank 0's calls until it ends."""
-    rank = own_rank(folder, manifest)
+    rank = find_own_rank(folder, manifest)
     if rank == 0:
         raise UsageError("rank 0 is the engine: Engine.load")
     channel = Channel(rank, manifest.build.tp)
     try:
-        for own_folder, own in own_folders(folder, manifest):  # other ranks notice a failure
+        for own_folder, own in find_own_folders(folder, manifest):  # other ranks notice a failure
             check_files(own_folder, own)
         _repeat(load(own_folder, own, channel=channel), channel)
     finally:

@@ -16,7 +16,7 @@ from mtpbuild.runtime.errors import EngineError, first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
-from mtpbuild.runtime.group.start import ranks_on_machine
+from mtpbuild.runtime.group.start import count_ranks_on_machine
 
 FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
 ADVICE = "build it with allreduce_strategy nccl"
@@ -28,7 +28,7 @@ def share_memory(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
     Returns the constant for one-shot sums, [ranks + 1] int64 on the GPU: the address of each
     rank's memory, then this rank's number.
     """
-    here = ranks_on_machine(channel.ranks)
+    here = count_ranks_on_machine(channel.ranks)
     if here < channel.ranks:
         raise EngineError(
             f"one-shot sums need all {channel.ranks} ranks on one machine, it has {here}: {ADVICE}"

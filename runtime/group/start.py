@@ -18,9 +18,9 @@ from pathlib import Path
 
 from mtpbuild.runtime.contract.manifest import (
     Manifest,
-    engine_folders,
-    rank_name,
-    ranks_here,
+    list_engine_folders,
+    list_ranks_here,
+    name_rank,
     read_rank,
 )
 from mtpbuild.runtime.contract.sums import GROUP as GROUP
@@ -44,7 +44,7 @@ def in_group() -> bool:
     return "RANK" in os.environ
 
 
-def time_limit() -> float:
+def read_time_limit() -> float:
     """Return the seconds after which a silent rank counts as lost; raises UsageError."""
     text = os.environ.get(TIMEOUT, str(SECONDS))
     with contextlib.suppress(ValueError):
@@ -53,7 +53,7 @@ def time_limit() -> float:
     raise UsageError(f"{TIMEOUT} must be a number of seconds up to 86400, not {text!r}")
 
 
-def own_rank(folder: Path, manifest: Manifest) -> int:
+def find_own_rank(folder: Path, manifest: Manifest) -> int:
     """Return this process's rank; raises EngineError if the group does not fit the engine."""
     tp = manifest.build.tp
     if not in_group():
@@ -70,7 +70,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
     return rank
 
 
-def ranks_on_machine(ranks: int) -> int:
+def count_ranks_on_machine(ranks: int) -> int:
     """Return how many of the ranks this machine runs, as torchrun says; all, if nobody says."""
     text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
     if not text.isdecimal():
@@ -78,7 +78,7 @@ def ranks_on_machine(ranks: int) -> int:
     return max(int(text), 1)
 
 
-def own_gpu() -> int:
+def find_own_gpu() -> int:
     """Return the index of this rank's GPU; raise EngineError if LOCAL_RANK is no number."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
@@ -89,18 +89,18 @@ def own_gpu() -> int:
     return int(text)
 
 
-def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+def find_own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """Yield the folders that this process reads, the engine's and its rank's, and manifests."""
     yield folder, manifest
     if manifest.split:
-        rank = own_rank(folder, manifest)
+        rank = find_own_rank(folder, manifest)
         require_ranks(folder, manifest, [rank])
-        yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+        yield folder / name_rank(rank), read_rank(folder, manifest, rank)
 
 
 def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
     """Raise EngineFileError if ranks are missing, with the command that builds them."""
-    missing = sorted(set(ranks) - set(ranks_here(folder, manifest)))
+    missing = sorted(set(ranks) - set(list_ranks_here(folder, manifest)))
     if missing:
         names = ", ".join(map(str, missing))
         which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
@@ -130,7 +130,7 @@ class Follower:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
         self._process = subprocess.Popen(
             [*FOLLOWER, str(folder), *([] if threads is None else [str(threads)])],
-            env=os.environ | group | _rank_variables(rank),
+            env=os.environ | group | _make_rank_variables(rank),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,
@@ -174,9 +174,9 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
         )
     if manifest.target.compute_capabilities:
         _require_gpus(folder, manifest, tp)
-    time_limit()
+    read_time_limit()
     require_ranks(folder, manifest, range(tp))
-    list(engine_folders(folder, manifest))  # raises if a rank belongs to another build
+    list(list_engine_folders(folder, manifest))  # raises if a rank belongs to another build
     with socket.create_server(("127.0.0.1", 0)) as listener:
         group = {
             "WORLD_SIZE": str(tp),
@@ -186,7 +186,7 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
             LISTENER: "",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        own = _rank_variables(0) | {LISTENER: str(listener.fileno())}
+        own = _make_rank_variables(0) | {LISTENER: str(listener.fileno())}
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
@@ -195,7 +195,7 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
                 yield
             patience = 10.0
         except RankError as error:
-            raise RankError(_first_failure(followers) or str(error)) from error
+            raise RankError(_find_first_failure(followers) or str(error)) from error
         finally:
             for follower in followers:
                 follower.end(patience)
@@ -212,12 +212,12 @@ def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
         )
 
 
-def _rank_variables(rank: int) -> dict[str, str]:
+def _make_rank_variables(rank: int) -> dict[str, str]:
     """Return the environment variables of a rank, if all ranks are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _first_failure(followers: list[Follower]) -> str | None:
+def _find_first_failure(followers: list[Follower]) -> str | None:
     """Return the reason of the first failed rank; wait up to 2 seconds for it."""
     end = time.monotonic() + 2
     while True:

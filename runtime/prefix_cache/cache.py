@@ -10,10 +10,10 @@ from typing import cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_type
-from mtpbuild.runtime.contract.targets import targets_with
+from mtpbuild.runtime.contract.targets import list_targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.limits import measure_limits
-from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile, open_prefixes, prefix_names
+from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile, list_prefix_names, open_prefixes
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
 from mtpbuild.runtime.requests.request import Request
@@ -41,7 +41,7 @@ class PrefixCache:
         self._programs, self._folder = programs, folder
         self.tree = PrefixTree(limit, programs.lookahead, self._evict)
         self.queries = self.hits = 0  # tokens of prompts: looked up, and found
-        self._row_size, self._states_size = saved_sizes(manifest)
+        self._row_size, self._states_size = count_saved_bytes(manifest)
         self.recurrent = self._states_size > 0
         # Some drafters carry values from a prompt's last rows, which are then filled in again.
         carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
@@ -68,7 +68,7 @@ class PrefixCache:
         With recurrent states a chunk also ends at the last position whose states other prompts can
         reuse.
         """
-        last = self._last_states(filling)
+        last = self._find_last_states(filling)
         return last if self.recurrent and filling.at < last < end else end
 
     def save_chunk(self, filling: Filling) -> None:
@@ -78,7 +78,7 @@ class PrefixCache:
         """
         request = filling.request
         rows = min(filling.at, len(request.prompt) - self.tree.lookahead)
-        states = self.recurrent and filling.at <= self._last_states(filling)
+        states = self.recurrent and filling.at <= self._find_last_states(filling)
         if not (states or filling.done):
             rows -= rows % BLOCK
         self.save(filling.slot, request.prompt, rows, request, states=states)
@@ -167,7 +167,7 @@ class PrefixCache:
     def _rows(self, block: Block) -> int:
         return len(block.tokens) - self.tree.lookahead
 
-    def _last_states(self, filling: Filling) -> int:
+    def _find_last_states(self, filling: Filling) -> int:
         """Return the last position of a prompt whose recurrent states other prompts can reuse."""
         return min(filling.end - self._refilled, len(filling.request.prompt) - self.tree.lookahead)
 
@@ -197,19 +197,20 @@ def open_prefix_cache(
 ) -> PrefixCache | None:
     """Return a cache of `limit` bytes with an engine's prefixes and the entries of a folder.
 
-    limit: None for `default_limit`. Returns None if the programs can't have a cache, or if the
-    limit is 0 and there are neither prefixes nor a folder. Raises UsageError for a wrong folder.
+    limit: None for `choose_default_limit`. Returns None if the programs can't have a cache, or if
+    the limit is 0 and there are neither prefixes nor a folder. Raises UsageError for a wrong
+    folder.
     """
     if rows_folder is not None and Feature.SHARE in programs.features:
         raise UsageError("prefix_cache_dir: not for engines of several ranks; leave it out")
     if Feature.PREFIX_CACHE not in programs.features:
         if rows_folder is not None:
-            having = targets_with(Feature.PREFIX_CACHE)
+            having = list_targets_with(Feature.PREFIX_CACHE)
             raise UsageError(f"prefix_cache_dir is for engines of {having}")
         return None
-    if limit == 0 and rows_folder is None and not prefix_names(manifest):
+    if limit == 0 and rows_folder is None and not list_prefix_names(manifest):
         return None
-    limit = default_limit(manifest) if limit is None else limit
+    limit = choose_default_limit(manifest) if limit is None else limit
     log.info("prefixes may take %.1f MB of memory (prefix_cache_bytes)", limit / 1e6)
     opened = None if rows_folder is None else PrefixFolder(Path(rows_folder), manifest)
     cache = PrefixCache(cast(PrefixCaching, programs), manifest, limit, opened)
@@ -224,17 +225,17 @@ def open_prefix_cache(
     return cache
 
 
-def default_limit(manifest: Manifest) -> int:
+def choose_default_limit(manifest: Manifest) -> int:
     """Return a share of the free memory, or more if a conversation of full length needs more.
 
     Each rank saves its own rows, and all ranks may be on this machine.
     """
-    row, states = saved_sizes(manifest)
+    row, states = count_saved_bytes(manifest)
     free = measure_limits().free // manifest.build.tp
     return max(free // SHARE, min(free // 2, row * manifest.build.max_seq_len + states))
 
 
-def saved_sizes(manifest: Manifest) -> tuple[int, int]:
+def count_saved_bytes(manifest: Manifest) -> tuple[int, int]:
     """Return the bytes of a token's rows in all caches, and of a slot's recurrent states."""
     size = {"rows": 0, "recurrent": 0}
     for spec in manifest.state:

@@ -154,11 +154,11 @@ def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) 
     return digest.hexdigest()
 
 
-def prefix_file(name: str) -> str:
+def name_prefix_file(name: str) -> str:
     return f"{PREFIXES}/{name}.safetensors"
 
 
-def prefix_names(manifest: Manifest) -> list[str]:
+def list_prefix_names(manifest: Manifest) -> list[str]:
     """Return the names of an engine's prefixes."""
     files = (name for name in manifest.files if name.startswith(f"{PREFIXES}/"))
     return sorted(name.split("/")[1].removesuffix(".safetensors") for name in files)
@@ -170,8 +170,8 @@ def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Prefi
     A file that this user may not read is skipped with a warning; EngineFileError for a wrong file.
     """
     files = PrefixFiles(manifest)
-    for name in prefix_names(manifest):
-        path = folder / prefix_file(name)
+    for name in list_prefix_names(manifest):
+        path = folder / name_prefix_file(name)
         try:
             file = files.open(path)
         except PermissionError as error:
@@ -191,4 +191,4 @@ def check_prefixes(folder: Path, manifest: Manifest) -> None:
     """Raise EngineFileError if a prefix has changed or belongs to another engine."""
     for name, file in open_prefixes(folder, manifest):
         if not file.is_whole:
-            raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")
+            raise EngineFileError(f"{folder / name_prefix_file(name)}: bytes changed; {COPY_AGAIN}")

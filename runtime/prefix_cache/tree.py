@@ -60,7 +60,7 @@ class Block(CacheEntry):
 
     def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
         """Return the follower that begins with most of the tokens, and how many those are."""
-        at = bisect_left(self.followers, tokens, key=block_tokens)
+        at = bisect_left(self.followers, tokens, key=split_block_tokens)
         near = self.followers[max(0, at - 1) : at + 1]
         if near and near[-1].tokens[: len(tokens)] == tokens:
             return near[-1], len(tokens)
@@ -97,7 +97,7 @@ class PrefixTree:
 
         states: end the path at recurrent states, and return them, too.
         """
-        path, last = self._longest_path(tokens, most, salt, states)
+        path, last = self._find_longest_path(tokens, most, salt, states)
         for entry in (*(block for block, _ in path), last):
             if entry is not None and entry.load is not None:
                 if not entry.load():
@@ -127,7 +127,7 @@ class PrefixTree:
             tuple(tokens[start : min(start + BLOCK, rows) + self.lookahead])
             for start in range(0, rows, BLOCK)
         ]
-        block, path = self.root(root_key(salt)), list[Block]()
+        block, path = self.root(make_root_key(salt)), list[Block]()
         for part in parts:
             if (found := block.covering(part)) is None:
                 break
@@ -154,7 +154,7 @@ class PrefixTree:
         start = parent.span.start + (0 if parent.parent is None else BLOCK)
         span = RowSpan(parent.key, start, tokens)
         block = Block(parent, span, span.key, next(self._numbers), size, pinned)
-        insort(parent.followers, block, key=block_tokens)
+        insort(parent.followers, block, key=split_block_tokens)
         if parent.parent is None:
             self.roots[parent.key] = parent
         self._count(block)
@@ -222,11 +222,11 @@ class PrefixTree:
         """Return a root by its key; a new one is in the tree only once it has a block."""
         return self.roots.get(key) or Block(None, RowSpan("", 0, ()), key, 0, 0, pinned=True)
 
-    def _longest_path(
+    def _find_longest_path(
         self, tokens: Sequence[int], most: int, salt: str, states: bool
     ) -> tuple[Match, CacheEntry | None]:
         path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
-        node: Block | None = self.root(root_key(salt))
+        node: Block | None = self.root(make_root_key(salt))
         at, last = 0, None
         while node is not None and at < most:
             own = tuple(tokens[at : at + BLOCK + self.lookahead])
@@ -250,7 +250,7 @@ class PrefixTree:
             self._order[entry] = None
 
 
-def root_key(salt: str) -> str:
+def make_root_key(salt: str) -> str:
     return hashlib.sha256(salt.encode()).hexdigest()
 
 
@@ -265,7 +265,7 @@ def walk_below(*entries: CacheEntry) -> Iterator[CacheEntry]:
             pending += [*entry.states.values(), *entry.followers]
 
 
-def block_tokens(block: Block) -> tuple[int, ...]:
+def split_block_tokens(block: Block) -> tuple[int, ...]:
     return block.tokens
 
 

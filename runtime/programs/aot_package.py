@@ -81,7 +81,7 @@ def open_packages(folder: Path, manifest: Manifest) -> Opener:
     return open_on
 
 
-def this_machine() -> str:
+def name_this_machine() -> str:
     """Return this hardware's name, which must equal an engine's `target.hardware`."""
     if platform.machine() != "x86_64":
         return f"{platform.machine()} CPU"

@@ -77,7 +77,7 @@ class AttentionDP(Slots):
                 else:
                     super().prefill(*chunk)
 
-    def _own_active(self, active: Bools) -> Bools:
+    def _find_own_active(self, active: Bools) -> Bools:
         """Run the queued chunks; return which of this rank's slots are active in a step."""
         self._run_queued_chunks()
         self._every_active[:] = active.reshape(self._every_active.shape)

@@ -31,7 +31,7 @@ class DeviceSlots(Slots):
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         chunk, copy = len(tokens) - self.lookahead, self._memory.copy
-        given = self._prompt_inputs(start, tokens)
+        given = self._make_prompt_inputs(start, tokens)
         padded = np.zeros(self._prompt["tokens"].shape, np.int64)
         padded[:, :chunk] = given["tokens"]
         given["tokens"] = padded

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import MtpbuildError, RankError
-from mtpbuild.runtime.group.start import LOST, in_group, own_rank, start_ranks
+from mtpbuild.runtime.group.start import LOST, find_own_rank, in_group, start_ranks
 from mtpbuild.runtime.programs import find_load
 
 
@@ -38,7 +38,7 @@ def lead_or_follow(
     until rank 0 has closed the engine, before False is yielded. Raises EngineError or RankError.
     """
     with contextlib.ExitStack() as stack:
-        follows = manifest.split and in_group() and own_rank(folder, manifest) > 0
+        follows = manifest.split and in_group() and find_own_rank(folder, manifest) > 0
         if follows:
             before_following()
             follow(folder, threads)

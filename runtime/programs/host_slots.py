@@ -24,7 +24,7 @@ from mtpbuild.runtime.contract.programs import (
 )
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.mapped_weights import allocate
-from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, result_specs
+from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, list_result_specs
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
@@ -56,7 +56,7 @@ class HostSlots(Slots):
     def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
         super().__init__(manifest, HostMemory(), caches, copies)
         self._outputs = {
-            name: self._zeros(result_specs(program))
+            name: self._zeros(list_result_specs(program))
             for name, program in manifest.programs.items()
             if name not in FILLING
         }
@@ -100,14 +100,14 @@ class HostSlots(Slots):
         """Lay out a slot for a chunk of its prompt; return the inputs of the chunk's program."""
         self._missed[slot] = []
         self._caches.park(slot, start + len(tokens) - self.lookahead)
-        return self._prompt_inputs(start, tokens)
+        return self._make_prompt_inputs(start, tokens)
 
     def _fill_drafter(self, slot: int) -> None:
         """Give a slot's drafter the tokens that it has missed."""
         if missed := self._missed[slot]:
             carries = self._carries[self._now]
             tokens = np.array([*(token for token, _ in missed), carries["window"][slot, 0]])
-            given = self._prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
+            given = self._make_prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
             hidden = np.stack([hidden for _, hidden in missed])[None]
             self._run_chunk(FILL_DRAFTER, slot, given | {HIDDEN: hidden})
             self._missed[slot] = []

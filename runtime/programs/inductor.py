@@ -11,9 +11,9 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.gpu.torch_cuda import visible_gpus as visible_gpus
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
-from mtpbuild.runtime.group.start import own_gpu
+from mtpbuild.runtime.group.start import find_own_gpu
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
+from mtpbuild.runtime.programs.aot_package import TORCH, Opener, name_this_machine, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_ranks import (
@@ -48,15 +48,17 @@ def load(
             f"{folder}: built for torch {built}, this is torch {TORCH}; rebuild the engine, or "
             f"pip install 'torch=={built}.*'"
         )
-    if not target.compute_capabilities and target.hardware != this_machine():
-        raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
+    if not target.compute_capabilities and target.hardware != name_this_machine():
+        raise EngineError(
+            f"{folder}: built for an {target.hardware}, this is an {name_this_machine()}"
+        )
     opener, attention_dp = open_programs(folder, manifest), manifest.build.attention_dp
     if target.compute_capabilities:
         make: Callable[..., CudaPrograms] = CudaPrograms
         if channel is not None:
             rank_class = CudaAttentionDPPrograms if attention_dp else CudaRankPrograms
             make = partial(rank_class, channel, peers)
-        gpu = find_gpu(0 if channel is None else own_gpu())
+        gpu = find_gpu(0 if channel is None else find_own_gpu())
         graphs = not no_cuda_graphs
         return inductor_cuda.load(folder, manifest, gpu, opener, partial(make, graphs=graphs))
     if no_cuda_graphs:

@@ -10,8 +10,8 @@ from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, Arrays, make_step_output, result_specs
-from mtpbuild.runtime.threads import default_threads
+from mtpbuild.runtime.programs.slots import JUDGED, Arrays, list_result_specs, make_step_output
+from mtpbuild.runtime.threads import choose_default_threads
 
 
 class InductorPrograms(HostSlots):
@@ -19,14 +19,14 @@ class InductorPrograms(HostSlots):
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
         super().__init__(manifest, PackedCaches(manifest.state))
-        self._threads = threads or default_threads()
+        self._threads = threads or choose_default_threads()
         self._open = opener("cpu")
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
         results = self._run(program, self._bind(program, slot, 1, given))
-        outputs = result_specs(self._programs[program])
+        outputs = list_result_specs(self._programs[program])
         return {t.name: array.numpy() for t, array in zip(outputs, results, strict=True)}
 
     def step(self, active: Bools, rows: int) -> StepOutput:

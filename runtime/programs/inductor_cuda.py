@@ -18,7 +18,7 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import round_up_rows
-from mtpbuild.runtime.programs.slots import JUDGED, Arrays, make_step_output, result_specs
+from mtpbuild.runtime.programs.slots import JUDGED, Arrays, list_result_specs, make_step_output
 
 ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
 
@@ -67,7 +67,7 @@ class CudaPrograms(DeviceSlots):
         self._active_now = np.zeros(self._batch, np.bool_)  # the GPU's current `active`
         judged = [s for s in manifest.state if s.name in JUDGED]
         self._reports = {
-            name: Report(gpu, [*judged, *result_specs(programs[name])], self._batch)
+            name: Report(gpu, [*judged, *list_result_specs(programs[name])], self._batch)
             for name in (PLAIN, MIXED)
         }
         opened = opener(str(gpu.device))
@@ -119,7 +119,7 @@ class CudaPrograms(DeviceSlots):
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
         inputs = assert_aligned([self._given[t.name][:slots] for t in spec.inputs])
-        outputs = [report.tensors[t.name] for t in result_specs(spec)]
+        outputs = [report.tensors[t.name] for t in list_result_specs(spec)]
         judged = [(self._state[name], report.tensors[name]) for name in JUDGED]
 
         def work() -> None:

@@ -17,13 +17,13 @@ from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.group.channel import Channel, silence
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
 from mtpbuild.runtime.group.one_shot import share_memory
-from mtpbuild.runtime.group.start import ranks_on_machine
+from mtpbuild.runtime.group.start import count_ranks_on_machine
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.host_slots import round_up_rows
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, view_as_tensor
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.threads import default_threads
+from mtpbuild.runtime.threads import choose_default_threads
 
 T = TypeVar("T")
 AHEAD = 2  # calls that may be queued on a GPU before the host waits for the oldest
@@ -35,8 +35,8 @@ class CpuRankPrograms(InductorPrograms):
     def __init__(
         self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
     ) -> None:
-        here = ranks_on_machine(manifest.build.tp)
-        super().__init__(manifest, threads or max(1, default_threads() // here), opener)
+        here = count_ranks_on_machine(manifest.build.tp)
+        super().__init__(manifest, threads or max(1, choose_default_threads() // here), opener)
         self._channel = channel
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
         self._join(channel, manifest)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._gather(super().step(self._own_active(active), rows))
+        return self._gather(super().step(self._find_own_active(active), rows))
 
     def _prefill_padding(self, chunk: int) -> None:
         sizes = {"chunk": chunk, "rows": round_up_rows(chunk, self._capacity)}
@@ -139,7 +139,7 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
         super().__init__(channel, peers, manifest, gpu, opener, graphs=graphs)
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        read_output = super().launch(self._own_active(active), rows)
+        read_output = super().launch(self._find_own_active(active), rows)
         return lambda: self._gather(read_output())
 
     def _prefill_padding(self, chunk: int) -> None:

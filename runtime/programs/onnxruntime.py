@@ -28,8 +28,13 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, map_tensors
-from mtpbuild.runtime.programs.slots import Arrays, make_step_output, name_outputs, result_specs
-from mtpbuild.runtime.threads import default_threads
+from mtpbuild.runtime.programs.slots import (
+    Arrays,
+    list_result_specs,
+    make_step_output,
+    name_outputs,
+)
+from mtpbuild.runtime.threads import choose_default_threads
 
 BFLOAT16 = 16  # ONNX's number of the type; NumPy arrays hold its bits
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -102,7 +107,7 @@ class OnnxPrograms(HostSlots):
     ) -> None:
         super().__init__(manifest, caches, copies=2)
         self._folder, self._provider = folder, provider
-        self._threads = threads or default_threads()
+        self._threads = threads or choose_default_threads()
         layout = manifest.build.cpu_layout
         self._library = None if layout is None else library_for(layout, folder)
         # All sessions share one mapping; onnxruntime itself would map the file for each session.
@@ -121,7 +126,7 @@ class OnnxPrograms(HostSlots):
         chunk = given["tokens"].shape[1]
         outputs = {
             t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
-            for t in result_specs(self._programs[program])
+            for t in list_result_specs(self._programs[program])
         }
         results = name_outputs(after) | outputs
         self._run(self._bind(program, slot, 1, before | given, results), program)

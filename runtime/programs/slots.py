@@ -16,7 +16,7 @@ from mtpbuild.runtime.contract.programs import (
     Piece,
     StepOutput,
     host_type,
-    program_name,
+    name_program,
 )
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
@@ -39,7 +39,7 @@ def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     return np.isfinite(numbers)
 
 
-def all_finite(arrays: Mapping[str, NDArray[Any]]) -> bool:
+def are_all_finite(arrays: Mapping[str, NDArray[Any]]) -> bool:
     return all(finite(array).all() for array in arrays.values())
 
 
@@ -171,7 +171,9 @@ class Slots:
 
     def finite(self, slot: int, rows: int) -> bool:
         self._settle()
-        return all_finite(self._caches.read(slot, 0, rows)) and all_finite(self._states(slot))
+        return are_all_finite(self._caches.read(slot, 0, rows)) and are_all_finite(
+            self._states(slot)
+        )
 
     def clear(self, slot: int) -> None:
         self._caches.clear(slot)
@@ -184,7 +186,7 @@ class Slots:
         rows = self._caches.read(slot, start, start + sum(count for _, count in pieces))
         for number, count in pieces:
             saved[number] = {name: array[at : at + count].copy() for name, array in rows.items()}
-            if not all_finite(saved[number]):
+            if not are_all_finite(saved[number]):
                 return False
             at += count
         self._saved |= saved
@@ -193,7 +195,7 @@ class Slots:
     def save_states(self, slot: int, number: int) -> bool:
         self._settle()
         states = {name: array.copy() for name, array in self._states(slot).items()}
-        if finite := all_finite(states):
+        if finite := are_all_finite(states):
             self._saved[number] = states
         return finite
 
@@ -254,7 +256,7 @@ class Slots:
         each number of slots gain from that.
         """
         kind = MIXED if (mixed & active).any() else PLAIN
-        program = program_name(kind, self._nextn, self._most)
+        program = name_program(kind, self._nextn, self._most)
         return program, len(active) - int(active[::-1].argmax())
 
     def _zeros(self, tensors: Iterable[TensorSpec]) -> dict[str, Array]:
@@ -262,14 +264,14 @@ class Slots:
         shapes = ((t, (self._batch, *map(int, t.shape[1:]))) for t in tensors)
         return {t.name: self._memory.zeros(shape, t.dtype) for t, shape in shapes}
 
-    def _prompt_inputs(self, start: int, tokens: Ints) -> Arrays:
+    def _make_prompt_inputs(self, start: int, tokens: Ints) -> Arrays:
         """Return prefill's inputs from the host: a chunk, the tokens after it, and its start."""
         chunk = len(tokens) - self.lookahead
         given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
         return given | {"start": np.array([start], np.int64)}
 
 
-def result_specs(program: ProgramSpec) -> list[TensorSpec]:
+def list_result_specs(program: ProgramSpec) -> list[TensorSpec]:
     """Return a program's outputs without those of the state."""
     return [t for t in program.outputs if not t.name.endswith(".out")]
 

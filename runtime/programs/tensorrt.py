@@ -8,7 +8,7 @@ from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu import cuda
 from mtpbuild.runtime.gpu.cuda import Device
-from mtpbuild.runtime.group.start import own_gpu
+from mtpbuild.runtime.group.start import find_own_gpu
 from mtpbuild.runtime.programs.device_slots import check_gpu
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
 from mtpbuild.runtime.programs.tensorrt_api import shared_weights, tensorrt_api
@@ -57,14 +57,14 @@ def load(
             f"{folder}: built by {target.name} {built}, this is {trt.__version__}; rebuild the "
             f"engine, or install that version"
         )
-    device = Device(target.name, 0 if channel is None else own_gpu())
+    device = Device(target.name, 0 if channel is None else find_own_gpu())
     size = held_bytes(folder, manifest)
     check_gpu(folder, manifest, device, "build with another compute_capability", "programs", size)
     if channel is None:
         return TensorRtPrograms(folder, manifest, trt, device)
-    from mtpbuild.runtime.group.communicator import nccl_library  # with torch.distributed
+    from mtpbuild.runtime.group.communicator import load_nccl  # with torch.distributed
     from mtpbuild.runtime.programs import tensorrt_ranks
 
     kinds = tensorrt_ranks.TensorRtRankPrograms, tensorrt_ranks.TensorRtAttentionDPPrograms
     make = kinds[manifest.build.attention_dp]
-    return make(channel, folder, manifest, trt, device, nccl or nccl_library)
+    return make(channel, folder, manifest, trt, device, nccl or load_nccl)

@@ -25,13 +25,13 @@ def tensorrt_api(target: str) -> ModuleType:
         return import_module(MODULES[target])
 
 
-def dtype_name(trt: ModuleType, dtype: Any) -> str:
+def name_dtype(trt: ModuleType, dtype: Any) -> str:
     """Return the name of a TensorRT type as manifests spell it."""
     return "bfloat16" if dtype == trt.bfloat16 else np.dtype(trt.nptype(dtype)).name
 
 
 @cache
-def errors_of(trt: ModuleType) -> Any:
+def make_error_logger(trt: ModuleType) -> Any:
     """Return a logger that keeps errors and prints nothing; TensorRT takes one per process."""
 
     class Errors(trt.ILogger):  # type: ignore[name-defined, misc]
@@ -63,7 +63,7 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
     Raises EngineError if the files are not those that the engine was compiled with.
     """
     path = folder / CONSTANTS.format(program)
-    log = errors_of(trt)
+    log = make_error_logger(trt)
     log.errors.clear()
     refitter = trt.Refitter(engine, log)
     own = map_tensors(folder / WEIGHTS) | map_tensors(path)  # must live until the refit

@@ -24,8 +24,18 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.gpu.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
-from mtpbuild.runtime.programs.slots import JUDGED, make_step_output, name_outputs, result_specs
-from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, shared_weights
+from mtpbuild.runtime.programs.slots import (
+    JUDGED,
+    list_result_specs,
+    make_step_output,
+    name_outputs,
+)
+from mtpbuild.runtime.programs.tensorrt_api import (
+    make_error_logger,
+    name_dtype,
+    refit,
+    shared_weights,
+)
 
 
 class CompiledProgram:
@@ -43,7 +53,7 @@ class CompiledProgram:
         caches: Collection[str],
         weights: Mapping[str, DeviceArray],
     ) -> None:
-        log = errors_of(trt)
+        log = make_error_logger(trt)
         log.errors.clear()
         self._engine = runtime.deserialize_cuda_engine(path.read_bytes())
         if self._engine is None:
@@ -78,7 +88,7 @@ class CompiledProgram:
         for name, array in weights.items():
             wanted[name] = array.dtype.itemsize, array.shape, None
         for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
-            dtype: Any = dtype_name(trt, engine.get_tensor_dtype(name))
+            dtype: Any = name_dtype(trt, engine.get_tensor_dtype(name))
             if name in weights:
                 dtype = host_type(dtype).itemsize
             alias = engine.get_aliased_input_tensor(name) if name in aliases else None
@@ -133,15 +143,15 @@ class TensorRtPrograms(DeviceSlots):
         """communicator: NCCL's, a PyCapsule, if several ranks share the model."""
         super().__init__(manifest, device)
         self._device, specs = device, manifest.programs
-        self._after = _zeros_like(device, self._carries[0])  # a step's new state
+        self._after = _allocate_like(device, self._carries[0])  # a step's new state
         carried = self._prompt.keys() & self._state.keys()
-        self._filled = _zeros_like(device, {name: self._prompt[name] for name in carried})
-        results = self._zeros(result_specs(specs[MIXED]))
+        self._filled = _allocate_like(device, {name: self._prompt[name] for name in carried})
+        results = self._zeros(list_result_specs(specs[MIXED]))
         reported_arrays = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in reported_arrays.items()}
         self._pinned_active = device.pinned((self._batch,), np.bool_)
         tensors = self._given | results | name_outputs(self._caches.tensors | self._after)
-        self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
+        self._runtime = trt.Runtime(make_error_logger(trt))  # outlives its engines
         weights = on_device(device, folder, specs)
         self._compiled = {
             name: CompiledProgram(
@@ -154,13 +164,13 @@ class TensorRtPrograms(DeviceSlots):
             program.share(scratch)
             if communicator is not None:
                 program.join(communicator)
-            prompt = self._prompt | name_outputs(self._filled) | self._caches_of(0)
+            prompt = self._prompt | name_outputs(self._filled) | self._find_caches(0)
             own = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)
             program.bind({t.name: own[t.name] for t in tensor_specs})
         self._results, self._launch = dict[str, dict[str, DeviceArray]](), {}
         for name in (PLAIN, MIXED):
-            self._results[name] = {t.name: results[t.name] for t in result_specs(specs[name])}
+            self._results[name] = {t.name: results[t.name] for t in list_result_specs(specs[name])}
             work = partial(self._queue_step, name)
             work()  # warm-up: without active slots a step changes nothing
             self._wait()
@@ -172,11 +182,11 @@ class TensorRtPrograms(DeviceSlots):
         self._wait()
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, DeviceArray]:
-        self._compiled[PREFILL].bind(self._caches_of(slot))
+        self._compiled[PREFILL].bind(self._find_caches(slot))
         self._compiled[PREFILL].enqueue(self._device)
         return self._filled
 
-    def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
+    def _find_caches(self, slot: int) -> dict[str, DeviceArray]:
         """Return a slot's caches as prefill's inputs and outputs, since it works in place."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | name_outputs(caches)
@@ -223,6 +233,6 @@ def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[s
     return given
 
 
-def _zeros_like(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+def _allocate_like(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
     """Allocate arrays of the same shapes and types."""
     return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}

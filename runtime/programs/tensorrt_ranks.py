@@ -72,7 +72,7 @@ class TensorRtAttentionDPPrograms(AttentionDP, TensorRtRankPrograms):
         }
 
     def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._gather(super().step(self._own_active(active), rows))
+        return self._gather(super().step(self._find_own_active(active), rows))
 
     def _prefill_padding(self, chunk: int) -> None:
         with self._channel.unbroken(), silence:

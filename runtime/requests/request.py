@@ -22,7 +22,7 @@ from mtpbuild.runtime.errors import (
     first_line,
 )
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
-from mtpbuild.runtime.requests.step_controls import acceptance_rates, make_step_controls
+from mtpbuild.runtime.requests.step_controls import find_acceptance_rates, make_step_controls
 from mtpbuild.runtime.requests.totals import RequestTotals
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
@@ -133,7 +133,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.controls = make_step_controls(prompt, params, manifest, tokenizer)
-        self.synthetic = acceptance_rates(params, manifest.build.nextn)
+        self.synthetic = find_acceptance_rates(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = params.end_ids(manifest.model.eos_token_ids)
@@ -281,7 +281,7 @@ class Request:
             return "stop"
         return "length" if count >= self._limit else None
 
-    def _reasoning_tokens(self) -> int:
+    def _count_reasoning_tokens(self) -> int:
         """Return the number of thought tokens: all, if the thought has not ended."""
         if self._thought is None:
             return 0
@@ -309,7 +309,7 @@ class Request:
                 None if self.params.logprobs is None else tuple(self.logprobs[published:]),
                 tuple(self.prompt_logprobs) if not published and self.prompt_logprobs else None,
                 tuple(self._starts[published:]),
-                self._reasoning_tokens(),
+                self._count_reasoning_tokens(),
             )
         )
         if self.totals is not None and metrics is not None:

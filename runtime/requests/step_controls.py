@@ -19,11 +19,11 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
-from mtpbuild.runtime.contract.settings import controls_in
-from mtpbuild.runtime.contract.targets import targets_with
+from mtpbuild.runtime.contract.settings import list_settings_controls
+from mtpbuild.runtime.contract.targets import list_targets_with
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams
-from mtpbuild.runtime.sampling.synthetic import conditional_rates, synthetic_rates
+from mtpbuild.runtime.sampling.synthetic import choose_synthetic_rates, compute_conditional_rates
 from mtpbuild.runtime.text.reasoning import opens_thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def make_step_controls(
         **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
         rejection=params.acceptance == "rejection",
         block=params.rejection_sample_method == "block",
-        synthetic=conditional_rates(acceptance_rates(params, manifest.build.nextn)),
+        synthetic=compute_conditional_rates(find_acceptance_rates(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         thinking_ids=marks,
         thinking=opens_thought(prompt, marks, tokenizer),
@@ -58,7 +58,7 @@ def make_step_controls(
         bias_ids=tuple(bias),
         bias_values=tuple(bias.values()),
         history=tuple(prompt) if params.repetition_penalty != 1 else (),
-        rule=rule_values(params, manifest),
+        rule=find_rule_values(params, manifest),
         alternatives=params.logprobs is not None,
         constrained=bool(params.constraint),
         seed=secrets.randbits(32) if params.seed is None else params.seed,
@@ -87,7 +87,7 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
     if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
         raise RequestError(
             "prompt_logprobs: this engine scores no prompts; build it anew with score for "
-            f"target {targets_with(Feature.SCORE)}"
+            f"target {list_targets_with(Feature.SCORE)}"
         )
 
 
@@ -95,7 +95,9 @@ def check_control(manifest: Manifest, control: Control) -> None:
     """Raise RequestError if the engine lacks a control, by its features or its age."""
     refused = f"{control.setting} is not supported by this engine: leave it out, or build"
     if not control.core and Feature.PENALISE not in manifest.features:
-        raise RequestError(f"{refused} the engine anew for target {targets_with(Feature.PENALISE)}")
+        raise RequestError(
+            f"{refused} the engine anew for target {list_targets_with(Feature.PENALISE)}"
+        )
     mixed = manifest.programs.get(MIXED)  # the manifest of a fake engine has no programs
     if mixed is not None and all(control.name != tensor.name for tensor in mixed.inputs):
         raise RequestError(f"{refused} the engine anew: it is older than {control.setting}")
@@ -117,7 +119,7 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     return begin, end
 
 
-def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
+def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
     """Return the values of the controls of another package's rule; {} for a built-in rule."""
     if params.acceptance in BUILT_IN:
         return {}
@@ -128,7 +130,7 @@ def rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, object]
             f"build it with acceptance_rule {rule.name}"
         )
     settings = dict(params.acceptance_settings or {})
-    controls = controls_in(rule.settings)
+    controls = list_settings_controls(rule.settings)
     build = manifest.build
     sizes = build.nextn, build.capacity + manifest.window, manifest.model.vocab_size
     places = control_shapes(*sizes, controls)
@@ -149,8 +151,8 @@ def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
     return False
 
 
-def acceptance_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+def find_acceptance_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
     """Return the rates of synthetic acceptance per draft position; () if acceptance is real."""
-    return synthetic_rates(
+    return choose_synthetic_rates(
         params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn
     )

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 VLLM_DEFAULTS: dict[str, float | int] = {"temperature": 1.0, "top_p": 1.0}
 
 
-def sampling_defaults(folder: Path, manifest: "Manifest") -> dict[str, float | int]:
+def choose_sampling_defaults(folder: Path, manifest: "Manifest") -> dict[str, float | int]:
     """Return the defaults that the engine can apply; warn of a penalty that it can't."""
-    defaults = VLLM_DEFAULTS | generation_defaults(folder)
+    defaults = VLLM_DEFAULTS | read_generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
     if repetition != 1 and Feature.PENALISE not in manifest.features:
         del defaults["repetition_penalty"]
@@ -24,7 +24,7 @@ def sampling_defaults(folder: Path, manifest: "Manifest") -> dict[str, float | i
     return defaults
 
 
-def generation_defaults(folder: Path) -> dict[str, float | int]:
+def read_generation_defaults(folder: Path) -> dict[str, float | int]:
     """Read sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
         config = read_json(folder / "generation_config.json")

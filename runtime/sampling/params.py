@@ -25,9 +25,9 @@ from mtpbuild.runtime.checks import (
 from mtpbuild.runtime.contract.rules import (
     REQUESTABLE,
     all_rules,
+    explain_missing_rule,
     find_rule,
     rule_names,
-    why_missing,
 )
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
@@ -295,7 +295,7 @@ def to_params_fields(given: Mapping[str, Any], engine: "Manifest | None" = None)
     """
     values = {name: value for name, value in given.items() if value is not None}
     name = values.get("acceptance", "strict")
-    if engine is not None and (missing := why_missing(name, engine)):
+    if engine is not None and (missing := explain_missing_rule(name, engine)):
         raise RequestError(f"acceptance {name!r}: {missing}")
     rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
     if "rejection_sample_method" in values:

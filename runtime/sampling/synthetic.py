@@ -18,7 +18,7 @@ def check_synthetic(method: str | None, rates: object, length: object) -> None:
         raise RequestError(f"synthetic_acceptance_{given} needs {name}")
 
 
-def synthetic_rates(
+def choose_synthetic_rates(
     rates: Sequence[float] | None, length: float | None, nextn: int
 ) -> tuple[float, ...]:
     """Return the unconditional acceptance rates of nextn positions; () if neither is given.
@@ -39,7 +39,7 @@ def synthetic_rates(
     return tuple(min(max(length - 1 - position, 0.0), 1.0) for position in range(nextn))
 
 
-def conditional_rates(rates: tuple[float, ...]) -> tuple[float, ...]:
+def compute_conditional_rates(rates: tuple[float, ...]) -> tuple[float, ...]:
     """Return each position's probability, given that the positions before it are accepted."""
     before = (1.0, *rates)[: len(rates)]
     return tuple(rate / b if b else 0.0 for rate, b in zip(rates, before, strict=True))

@@ -52,11 +52,11 @@ def make_app(
     """
     with needing("make_app needs", "serve"):
         from mtpbuild.runtime.server import app, service, services
-    from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, sampling_defaults
+    from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, choose_sampling_defaults
     from mtpbuild.runtime.server.options import ServerOptions
 
     if defaults is None and engine.folder is not None:
-        defaults = sampling_defaults(engine.folder, engine.manifest)
+        defaults = choose_sampling_defaults(engine.folder, engine.manifest)
     settings = ServerOptions(
         served_model_name=served_model_name,
         key=api_key,

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.server.answers import Answer, merge_streams
 from mtpbuild.runtime.server.errors import ApiError, JsonResponse, encode_json
-from mtpbuild.runtime.server.params import field_error
+from mtpbuild.runtime.server.params import make_field_error
 from mtpbuild.runtime.server.protocol import StreamedBody
 from mtpbuild.runtime.server.service import Service
 
@@ -80,14 +80,14 @@ class AnswerResponse(Response):
         try:
             answer.requests = [prepare(each.ids, each.params) for each in answer.choices]
         except (RequestError, MissingDependencyError) as error:
-            raise field_error(error, {"structured_outputs": answer.form_field}) from None
+            raise make_field_error(error, {"structured_outputs": answer.form_field}) from None
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer as one object; an error sets the status."""
         async with self._service.limit_time(), contextlib.aclosing(self._chunks) as chunks:
             async for number, chunk in chunks:
                 self._answer.choices[number].take(chunk)
-        await JsonResponse(self._answer.full_body())(scope, receive, send)
+        await JsonResponse(self._answer.make_full_body())(scope, receive, send)
 
 
 class EventStream(AnswerResponse):
@@ -105,7 +105,7 @@ class EventStream(AnswerResponse):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await self._send_events(send)
-            last = _encode(answer.last_events())
+            last = _encode(answer.make_last_events())
         except ApiError as error:
             last = _encode([answer.failure(error)])
         except Exception:
@@ -123,7 +123,7 @@ class EventStream(AnswerResponse):
 
         answer = self._answer
         async with self._service.limit_time(), contextlib.aclosing(self._chunks) as chunks:
-            await write(answer.first_events())
+            await write(answer.make_first_events())
             async for number, chunk in chunks:
                 choice = answer.choices[number]
                 await write(answer.events(choice, chunk, choice.take(chunk)))

@@ -123,11 +123,11 @@ class Answer:
         self.id = self.body.request_id or f"{self.kind}-{uuid.uuid4().hex}"
         self.form_field = self.body.form_field
 
-    def full_body(self) -> Json:
+    def make_full_body(self) -> Json:
         """Return the answer as one object."""
         raise NotImplementedError
 
-    def opening_event(self, choice: AnswerChoice) -> Json | None:
+    def make_opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event that opens a choice; None if it needs no event."""
         raise NotImplementedError
 
@@ -135,36 +135,36 @@ class Answer:
         """Return a step's event; None if no text of the step is final yet."""
         raise NotImplementedError
 
-    def first_events(self) -> Iterator[Json]:
+    def make_first_events(self) -> Iterator[Json]:
         for choice in self.choices:
-            if opening_event := self.opening_event(choice):
-                yield opening_event | self._partial_usage(choice)
+            if opening_event := self.make_opening_event(choice):
+                yield opening_event | self._count_partial_usage(choice)
 
     def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
         if event := self.event(choice, chunk, pieces):
             if self.body.usage_in == "never" and chunk.finish_reason:
                 event["metrics"] = self.metrics()
-            yield event | self._partial_usage(choice)
+            yield event | self._count_partial_usage(choice)
 
-    def last_events(self) -> Iterator[Json]:
+    def make_last_events(self) -> Iterator[Json]:
         if self.body.usage_in != "never":
-            yield self.openai_object(self.event_kind, []) | self.usage_fields()
+            yield self.make_openai_object(self.event_kind, []) | self.make_usage_fields()
 
     def failure(self, error: ApiError) -> Json:
         """Return the event that ends a stream after an error."""
         return error.body()
 
-    def _partial_usage(self, choice: AnswerChoice) -> Json:
+    def _count_partial_usage(self, choice: AnswerChoice) -> Json:
         if self.body.usage_in == "never":
             return {}
         return {"usage": self.usage(choice) if self.body.usage_in == "always" else None}
 
-    def openai_object(self, what: str, choices: list[Json]) -> Json:
+    def make_openai_object(self, what: str, choices: list[Json]) -> Json:
         """Return an OpenAI object of type `what` with these choices."""
         head = {"id": self.id, "object": what, "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
-    def usage_fields(self) -> Json:
+    def make_usage_fields(self) -> Json:
         """Return the fields with the request's usage and times."""
         return {"usage": self.usage(), "metrics": self.metrics()}
 
@@ -201,7 +201,7 @@ class Answer:
             "speculative_decoding": asdict(metrics.speculative_decoding),
         }
 
-    def prompt_logprobs_field(self, choice: AnswerChoice) -> Json:
+    def make_prompt_logprobs_field(self, choice: AnswerChoice) -> Json:
         """Return the field with a prompt's log-probabilities as in vLLM, if requested.
 
         It has one entry per token; the first entry is None.
@@ -215,15 +215,15 @@ class Answer:
             entry = {}
             for id, logprob, rank in own + top:
                 value = {"logprob": clamp_logprob(logprob), "rank": rank}
-                entry[str(id)] = value | {"decoded_token": self.token_text(id)[0]}
+                entry[str(id)] = value | {"decoded_token": self.decode_for_logprobs(id)[0]}
             entries.append(entry)
         return {"prompt_logprobs": entries}
 
-    def token_text(self, token: int) -> tuple[str, list[int] | None]:
+    def decode_for_logprobs(self, token: int) -> tuple[str, list[int] | None]:
         """Return a token's text for logprobs, and its bytes; a special token has no bytes."""
-        raw = self.tokenizer.token_bytes(token) if self.tokenizer else b""
+        raw = self.tokenizer.decode_token(token) if self.tokenizer else b""
         if self.tokenizer is None or self.body.return_tokens_as_token_ids:
             return f"token_id:{token}", list(raw) or None
         if not raw:
-            return self.tokenizer.special_name(token) or "", None
+            return self.tokenizer.find_special_name(token) or "", None
         return raw.decode("utf-8", "replace"), list(raw)

@@ -17,7 +17,7 @@ from mtpbuild.runtime.server.answering import AnswerResponse, EventStream, Read
 from mtpbuild.runtime.server.bodies import make_route_class
 from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.completions import read_completion
-from mtpbuild.runtime.server.errors import ApiError, JsonResponse, route_path
+from mtpbuild.runtime.server.errors import ApiError, JsonResponse, find_route_path
 from mtpbuild.runtime.server.gate import RequestGate
 from mtpbuild.runtime.server.messages import (
     MessagesBody,
@@ -162,7 +162,7 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
         services.cards()  # raises while the engine is being loaded
-        return Response(services.metrics_text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return Response(services.write_metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     for path in FILES:
         answer = partial(read_page, path)
@@ -176,6 +176,6 @@ async def _error(request: Request, error: Exception) -> Response:
         headers, error = error.headers or {}, ApiError(error.status_code, str(error.detail))
     elif not isinstance(error, ApiError):
         error = ApiError(500, "the server failed")
-    response = error.response(route_path(request.scope))
+    response = error.response(find_route_path(request.scope))
     response.headers.update(headers)
     return response

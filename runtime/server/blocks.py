@@ -10,7 +10,7 @@ from pydantic import ConfigDict, ValidationError
 from mtpbuild.runtime.requests.answer import AnswerBlock
 from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, AnswerChoice, Json, Pieces
-from mtpbuild.runtime.server.bodies import invalid_body
+from mtpbuild.runtime.server.bodies import make_invalid_body_error
 from mtpbuild.runtime.server.chat import read_chat_as
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
@@ -52,21 +52,21 @@ class TranslatedBody(StreamedBody):
         try:
             return ChatBody.model_validate(given)
         except ValidationError as error:
-            raise invalid_body(error) from None
+            raise make_invalid_body_error(error) from None
 
     @contextmanager
-    def errors_in_own_fields(self) -> Iterator[None]:
+    def name_own_fields(self) -> Iterator[None]:
         """Name the client's fields, not a chat's, in ApiErrors that the block raises."""
         try:
             yield
         except ApiError as error:
             if error.param is not None:
-                chat_field, error.param = error.param, self._own_field(error.param)
+                chat_field, error.param = error.param, self._find_own_field(error.param)
                 if error.message.startswith(chat_field):
                     error.message = error.param + error.message.removeprefix(chat_field)
             raise
 
-    def _own_field(self, place: str) -> str:
+    def _find_own_field(self, place: str) -> str:
         """Return the field of this body that a field of the chat comes from."""
         first, _, rest = place.partition(".")
         if first in (self.model_extra or {}):
@@ -91,7 +91,7 @@ class BlockAnswer(Answer):
         """Yield the events that start an empty block."""
         raise NotImplementedError
 
-    def delta_event(self, block: AnswerBlock, text: str) -> Json:
+    def make_delta_event(self, block: AnswerBlock, text: str) -> Json:
         """Return the event with a block's next text."""
         raise NotImplementedError
 
@@ -122,9 +122,9 @@ class BlockAnswer(Answer):
                 self._open, self.index = block, self.index + 1
                 yield from self.open_events(block)
             if text := "".join(piece.text for piece in found if piece.kind != "name"):
-                yield self.delta_event(block, text)
+                yield self.make_delta_event(block, text)
 
-    def last_events(self) -> Iterator[Json]:
+    def make_last_events(self) -> Iterator[Json]:
         yield from self._close()
         yield from self.end_events()
 
@@ -141,7 +141,7 @@ Translated = TypeVar("Translated", bound=BlockAnswer)
 
 def read_translated(kind: type[Translated], service: Service, body: TranslatedBody) -> Translated:
     """Create the answer for a body; ApiError names the wrong field."""
-    with body.errors_in_own_fields():
+    with body.name_own_fields():
         answer = read_chat_as(kind, service, body.chat_body())
     answer.form_field = body.names.get(answer.form_field, answer.form_field)
     return answer

@@ -51,10 +51,10 @@ def read_body(raw: bytes, kind: TypeAdapter[Any]) -> Any:
     try:
         return kind.validate_python(read_json(raw))
     except ValidationError as error:
-        raise invalid_body(error) from None
+        raise make_invalid_body_error(error) from None
 
 
-def invalid_body(error: ValidationError) -> ApiError:
+def make_invalid_body_error(error: ValidationError) -> ApiError:
     """Return the client's error for the first wrong field, without the wrong value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     # pydantic's path may contain the type of a union that was tried: str, list[int].

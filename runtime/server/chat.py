@@ -17,8 +17,8 @@ from mtpbuild.runtime.server.answers import (
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.params import (
     check_refused,
-    field_error,
-    leading_field,
+    find_leading_field,
+    make_field_error,
     read_params,
 )
 from mtpbuild.runtime.server.protocol import ChatBody
@@ -46,7 +46,7 @@ def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
             tool_call_parser=service.settings.tool_call_parser,
         )
     except RequestError as error:
-        raise field_error(error, {}) from None
+        raise make_field_error(error, {}) from None
     ids = encode_prompt(engine, body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
@@ -95,7 +95,7 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
     except ContextLengthError as error:
         raise TooLongError("messages", error.limit, error.tokens) from None
     except MtpbuildError as error:
-        raise ApiError(400, str(error), leading_field(str(error)) or "messages") from None
+        raise ApiError(400, str(error), find_leading_field(str(error)) or "messages") from None
 
 
 class ChatAnswer(Answer):
@@ -104,12 +104,14 @@ class ChatAnswer(Answer):
     kind, event_kind = "chatcmpl", "chat.completion.chunk"
     body: ChatBody
 
-    def full_body(self) -> Json:
+    def make_full_body(self) -> Json:
         choices = [self._choice(choice) for choice in self.choices]
-        prompt = self._prompt_ids() | self.prompt_logprobs_field(self.choices[0])
-        return self.openai_object("chat.completion", choices) | prompt | self.usage_fields()
+        prompt = self._make_prompt_ids() | self.make_prompt_logprobs_field(self.choices[0])
+        return (
+            self.make_openai_object("chat.completion", choices) | prompt | self.make_usage_fields()
+        )
 
-    def _prompt_ids(self) -> Json:
+    def _make_prompt_ids(self) -> Json:
         ids = {"prompt_token_ids": self.choices[0].ids}
         return ids if self.body.return_token_ids else {}
 
@@ -130,9 +132,9 @@ class ChatAnswer(Answer):
             **choice.finish_fields,
         } | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
-    def opening_event(self, choice: AnswerChoice) -> Json:
+    def make_opening_event(self, choice: AnswerChoice) -> Json:
         opening_event = self._event(choice, {"role": "assistant", "content": ""})
-        return opening_event | (self._prompt_ids() if choice.index == 0 else {})
+        return opening_event | (self._make_prompt_ids() if choice.index == 0 else {})
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         delta: Json = {}
@@ -159,11 +161,11 @@ class ChatAnswer(Answer):
 
     def _event(self, choice: AnswerChoice, delta: Json) -> Json:
         fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.openai_object(self.event_kind, [fields])
+        return self.make_openai_object(self.event_kind, [fields])
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:
-            text, raw = self.token_text(id)
+            text, raw = self.decode_for_logprobs(id)
             return {"token": text, "logprob": clamp_logprob(logprob), "bytes": raw}
 
         content = []

@@ -112,7 +112,7 @@ def make_services(
 ) -> "Services":
     """Return the engines' services; keep: seconds that an idle engine stays loaded, None: all."""
     from mtpbuild.runtime.limits import measure_limits
-    from mtpbuild.runtime.sampling.defaults import sampling_defaults
+    from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
     from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
     from mtpbuild.runtime.server.service import Service
     from mtpbuild.runtime.server.services import Services
@@ -124,8 +124,8 @@ def make_services(
         own = replace(
             settings,
             served_model_name=name,
-            defaults=sampling_defaults(folder, manifest),
-            prefix_cache_dir=_own_folder(settings.prefix_cache_dir, name, engines),
+            defaults=choose_sampling_defaults(folder, manifest),
+            prefix_cache_dir=_choose_own_folder(settings.prefix_cache_dir, name, engines),
         )
         if keep is None:
             services.append(Service(own, partial(load, own, folder)))
@@ -142,7 +142,7 @@ def make_services(
     return Services(*services)
 
 
-def _own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
+def _choose_own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
     """Return the folder of an engine's prefix cache, as each belongs to one engine alone."""
     return shared / name.replace("/", "_") if shared and len(engines) > 1 else shared
 

@@ -74,7 +74,7 @@ class CompletionAnswer(Answer):
     kind, event_kind = "cmpl", "text_completion"
     body: CompletionBody
 
-    def full_body(self) -> Json:
+    def make_full_body(self) -> Json:
         choices = []
         for choice in self.choices:
             text = choice.echo + choice.join_text("content")
@@ -82,32 +82,34 @@ class CompletionAnswer(Answer):
             if self.body.logprobs is not None:
                 scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
                 tokens = [*(scored if choice.echo else ()), *choice.logprobs]
-                starts = [*(self._prompt_starts(choice) if choice.echo else ())]
+                starts = [*(self._find_prompt_starts(choice) if choice.echo else ())]
                 starts += (len(choice.echo) + start for start in choice.starts)
                 logprobs = self._logprobs(tokens, starts, len(text))
-            own = self._choice_fields(choice, text, logprobs, choice.token_ids, first=True)
-            choices.append(own | choice.finish_fields | self.prompt_logprobs_field(choice))
-        return self.openai_object(self.event_kind, choices) | self.usage_fields()
+            own = self._make_choice_fields(choice, text, logprobs, choice.token_ids, first=True)
+            choices.append(own | choice.finish_fields | self.make_prompt_logprobs_field(choice))
+        return self.make_openai_object(self.event_kind, choices) | self.make_usage_fields()
 
-    def opening_event(self, choice: AnswerChoice) -> Json | None:
+    def make_opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
-        fields = self._choice_fields(choice, choice.echo, None, [], first=True)
-        return self.openai_object(self.event_kind, [fields])
+        fields = self._make_choice_fields(choice, choice.echo, None, [], first=True)
+        return self.make_openai_object(self.event_kind, [fields])
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
         text = "".join(piece.text for piece in pieces)
-        logprobs = self._final_logprobs(choice, last=chunk.finish_reason is not None)
+        logprobs = self._take_final_logprobs(choice, last=chunk.finish_reason is not None)
         if not (text or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
-        fields = self._choice_fields(choice, text, logprobs, list(chunk.token_ids), first=first)
+        fields = self._make_choice_fields(
+            choice, text, logprobs, list(chunk.token_ids), first=first
+        )
         if chunk.finish_reason is not None:
             fields |= choice.finish_fields
-        return self.openai_object(self.event_kind, [fields])
+        return self.make_openai_object(self.event_kind, [fields])
 
-    def _choice_fields(
+    def _make_choice_fields(
         self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
         """Return an object of a choice; the choice's `first` object also has the prompt's ids."""
@@ -116,7 +118,7 @@ class CompletionAnswer(Answer):
             return fields
         return fields | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
-    def _final_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
+    def _take_final_logprobs(self, choice: AnswerChoice, *, last: bool) -> Json | None:
         """Return the log-probabilities that a stream has not sent yet; None if there are none.
 
         A token whose text may be the start of a stop string is held back.
@@ -134,15 +136,15 @@ class CompletionAnswer(Answer):
         starts = [len(choice.echo) + start for start in starts]
         return self._logprobs(choice.logprobs[first:until], starts, end)
 
-    def _prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
+    def _find_prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
         """Yield the offset in the echoed prompt at which each token's text begins."""
         assert self.tokenizer is not None
         at, utf8 = 0, getincrementaldecoder("utf-8")("replace")
         for id in choice.ids:
             yield at
-            if raw := self.tokenizer.token_bytes(id):
+            if raw := self.tokenizer.decode_token(id):
                 at += len(utf8.decode(raw))
-            elif choice.echo.startswith(name := self.tokenizer.special_name(id) or "", at):
+            elif choice.echo.startswith(name := self.tokenizer.find_special_name(id) or "", at):
                 at += len(name)
 
     def _logprobs(
@@ -156,14 +158,14 @@ class CompletionAnswer(Answer):
         """
         fields: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, start in zip(tokens, starts, strict=True):
-            text, _ = self.token_text(token.token_id)
+            text, _ = self.decode_for_logprobs(token.token_id)
             fields["tokens"].append(text)
             first = isnan(token.logprob)
             fields["token_logprobs"].append(None if first else clamp_logprob(token.logprob))
             top: dict[str, float] = {}
             for id, logprob in ((token.token_id, token.logprob), *token.top):
                 # If several tokens have the same text, the most probable one is kept.
-                top.setdefault(self.token_text(id)[0], clamp_logprob(logprob))
+                top.setdefault(self.decode_for_logprobs(id)[0], clamp_logprob(logprob))
             fields["top_logprobs"].append(None if first else top)
             fields["text_offset"].append(min(start, length))
         return fields

@@ -29,7 +29,7 @@ def encode_json(content: Any) -> bytes:
     return ENCODER.encode(content).encode("utf-8", "backslashreplace")
 
 
-def route_path(scope: Scope) -> str:
+def find_route_path(scope: Scope) -> str:
     """Return a request's path below the place where the application is mounted."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtpbuild.runtime.server.errors import ApiError, route_path
+from mtpbuild.runtime.server.errors import ApiError, find_route_path
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.page import FILES
 
@@ -46,12 +46,12 @@ class RequestGate:
         except ApiError as error:
             refusals = refusals or [error]
         if refusals:
-            await refusals[0].response(route_path(scope))(scope, receive, send)
+            await refusals[0].response(find_route_path(scope))(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.key
-        if key is not None and route_path(scope) not in FREE and scope["method"] != "OPTIONS":
+        if key is not None and find_route_path(scope) not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer":
                 given = headers.get(b"x-api-key", b"")  # Anthropic's clients
@@ -60,7 +60,7 @@ class RequestGate:
         self._check_page(scope, headers)
         size = headers.get(b"content-length", b"0")
         if not size.isdigit() or int(size) > self._settings.max_body:
-            raise self._too_large()
+            raise self._make_too_large_error()
 
     def _check_host(self, host: str) -> None:
         """Refuse unknown names in the header Host, which a web page can cause by DNS rebinding."""
@@ -104,13 +104,13 @@ class RequestGate:
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if received > self._settings.max_body:
-                refusals.append(self._too_large())
+                refusals.append(self._make_too_large_error())
                 raise refusals[0]
             return message
 
         return limited
 
-    def _too_large(self) -> ApiError:
+    def _make_too_large_error(self) -> ApiError:
         return ApiError(413, f"the body is longer than {self._settings.max_body} bytes")
 
 

@@ -120,7 +120,7 @@ def read_message(service: Service, body: MessagesBody) -> "MessagesAnswer":
 
 def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
     """Count a prompt's tokens; raises ApiError."""
-    with body.errors_in_own_fields():
+    with body.name_own_fields():
         return {"input_tokens": len(encode_prompt(service.engine, body.chat_body()))}
 
 
@@ -172,18 +172,21 @@ class MessagesAnswer(BlockAnswer):
 
     kind = "msg"
 
-    def full_body(self) -> Json:
-        return self._message([_content_block(block) for block in self.blocks]) | self._end_fields()
+    def make_full_body(self) -> Json:
+        return (
+            self._message([_make_content_block(block) for block in self.blocks])
+            | self._end_fields()
+        )
 
-    def first_events(self) -> Iterator[Json]:
+    def make_first_events(self) -> Iterator[Json]:
         end = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         yield {"type": "message_start", "message": self._message([]) | end}
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        empty = _content_block(AnswerBlock(block.kind, block.id, block.name))
+        empty = _make_content_block(AnswerBlock(block.kind, block.id, block.name))
         yield {"type": "content_block_start", "index": self.index, "content_block": empty}
 
-    def delta_event(self, block: AnswerBlock, text: str) -> Json:
+    def make_delta_event(self, block: AnswerBlock, text: str) -> Json:
         match block.kind:
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
@@ -231,7 +234,7 @@ class MessagesAnswer(BlockAnswer):
         }
 
 
-def _content_block(block: AnswerBlock) -> Json:
+def _make_content_block(block: AnswerBlock) -> Json:
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}

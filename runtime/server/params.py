@@ -37,7 +37,7 @@ def read_params(
     try:
         settings = service.settings.defaults | to_params_fields(body.settings, engine.manifest)
     except RequestError as error:
-        raise field_error(error, named) from None
+        raise make_field_error(error, named) from None
     if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
         settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
     if body.stream and settings.get("prompt_logprobs") is not None:
@@ -58,7 +58,7 @@ def read_params(
         params = SamplingParams(max_tokens=limit, logprobs=body.num_logprobs, **settings, **own)
         engine.check(params, form=False)  # the grammar is compiled when the request is prepared
     except (RequestError, MissingDependencyError) as error:
-        raise field_error(error, named) from None
+        raise make_field_error(error, named) from None
     return params
 
 
@@ -69,16 +69,16 @@ def check_refused(body: GenerationBody) -> None:
         raise ApiError(400, f"{name} is not supported: {reason}", name)
 
 
-def field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
+def make_field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
     """Return the client's error for a setting; names: setting -> the field that sets it."""
-    message, setting = str(error), leading_field(str(error))
+    message, setting = str(error), find_leading_field(str(error))
     if setting is None:
         return ApiError(400, message)
     field = names.get(setting, setting)
     return ApiError(400, field + message.removeprefix(setting), field)
 
 
-def leading_field(message: str) -> str | None:
+def find_leading_field(message: str) -> str | None:
     """Return the name of the field that a message begins with, if any."""
     first = message.split()[0].rstrip(":")
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
@@ -92,7 +92,7 @@ def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | Non
     """
     given = {"structured_outputs": body.structured_outputs}
     if body.response_format is not None:
-        given["response_format"] = _response_format(body.response_format)
+        given["response_format"] = _parse_response_format(body.response_format)
     forms = {name: form for name, form in given.items() if form is not None}
     if len(forms) > 1:
         raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
@@ -107,7 +107,7 @@ def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | Non
     return None
 
 
-def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+def _parse_response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     """Translate OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
     if kind in ("text", "json_object"):

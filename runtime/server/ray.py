@@ -12,27 +12,27 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.contract.target_options import load_options, option_flags
-from mtpbuild.runtime.sampling.defaults import sampling_defaults
+from mtpbuild.runtime.contract.target_options import load_options, make_option_flags
+from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.services import Services
 
 
-def _fields_of(kind: type[Any]) -> dict[str, Any]:
+def _list_fields(kind: type[Any]) -> dict[str, Any]:
     """Return the types and defaults of a group of flags."""
     hints = get_type_hints(kind)
     return {entry.name: (hints[entry.name], entry.default) for entry in fields(kind)}
 
 
-LOADING = _fields_of(option_flags(load_options))
+LOADING = _list_fields(make_option_flags(load_options))
 Arguments: Any = create_model(
     "Arguments",
     __config__=ConfigDict(frozen=True, extra="forbid"),
     __doc__="The application's `args`, the same for all replicas; files lie on every machine.",
     engine=(str, ...),
-    **_fields_of(ReplicaFlags),
+    **_list_fields(ReplicaFlags),
     **LOADING,
 )
 
@@ -65,9 +65,9 @@ class Replica:
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
         own = ServerOptions(
-            **{name: getattr(arguments, name) for name in _fields_of(ReplicaFlags)},
+            **{name: getattr(arguments, name) for name in _list_fields(ReplicaFlags)},
             key=read_key(arguments.api_key),
-            defaults=sampling_defaults(folder, read_manifest(folder)),
+            defaults=choose_sampling_defaults(folder, read_manifest(folder)),
         )
         self._service = Service(own)
         options = {name: getattr(arguments, name) for name in LOADING}

@@ -89,7 +89,7 @@ class ResponsesBody(TranslatedBody):
 def read_response(service: Service, body: ResponsesBody) -> "ResponsesAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
     answer = read_translated(ResponsesAnswer, service, body)
-    answer.asked, answer.namespaces = body, dict(_namespaces(_tools(body)))
+    answer.asked, answer.namespaces = body, dict(_list_namespaced_functions(_tools(body)))
     return answer
 
 
@@ -159,7 +159,7 @@ def _functions(tools: Iterable[Json]) -> Iterator[Json]:
                 yield from _functions(_objects(tool.get("tools")))
 
 
-def _namespaces(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
+def _list_namespaced_functions(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
     """Yield the name of each function in a namespace, with the namespace's name."""
     for tool in tools:
         if tool.get("type") == "namespace":
@@ -183,13 +183,13 @@ class ResponsesAnswer(BlockAnswer):
     namespaces: dict[str, Any]  # by function name
     _events = 0
 
-    def full_body(self) -> Json:
+    def make_full_body(self) -> Json:
         complete = self.choice.reason != "length"
         shown = self.blocks
         output = [self._item(block, complete or block is not shown[-1]) for block in shown]
         return self._response("completed" if complete else "incomplete", output)
 
-    def first_events(self) -> Iterator[Json]:
+    def make_first_events(self) -> Iterator[Json]:
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress", []))
 
@@ -199,7 +199,7 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind != "call":
             yield self._event("content_part.added", block, part=_part(block.kind, ""))
 
-    def delta_event(self, block: AnswerBlock, text: str) -> Json:
+    def make_delta_event(self, block: AnswerBlock, text: str) -> Json:
         return self._event(f"{TEXTS[block.kind]}.delta", block, delta=text, **LOGPROBS[block.kind])
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
@@ -213,7 +213,7 @@ class ResponsesAnswer(BlockAnswer):
         yield self._event("output_item.done", output_index=self.index, item=item)
 
     def end_events(self) -> Iterator[Json]:
-        response = self.full_body()
+        response = self.make_full_body()
         yield self._event(response["status"], response=response)
 
     def failure(self, error: ApiError) -> Json:
@@ -225,7 +225,7 @@ class ResponsesAnswer(BlockAnswer):
         """Return the next event; with a block, include the item's id and indices."""
         place: Json = {}
         if block is not None:
-            place = {"item_id": _item_id(block), "output_index": self.index}
+            place = {"item_id": _make_item_id(block), "output_index": self.index}
             place |= {} if block.kind == "call" else {"content_index": 0}
         self._events += 1
         number = self._events - 1
@@ -234,7 +234,7 @@ class ResponsesAnswer(BlockAnswer):
     def _item(self, block: AnswerBlock, complete: bool | None) -> Json:
         """Return a block as an output item; `complete` is None if it has just begun."""
         status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
-        head = {"id": _item_id(block), "status": status}
+        head = {"id": _make_item_id(block), "status": status}
         parts = [] if complete is None else [_part(block.kind, block.text)]
         match block.kind:
             case "reasoning":
@@ -286,7 +286,7 @@ IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
 LOGPROBS: dict[str, Json] = {"reasoning": {}, "content": {"logprobs": []}, "call": {}}
 
 
-def _item_id(block: AnswerBlock) -> str:
+def _make_item_id(block: AnswerBlock) -> str:
     return IDS[block.kind] + block.id.removeprefix("call")
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from mtpbuild.runtime.engine.metrics import metrics_text
+from mtpbuild.runtime.engine.metrics import write_metrics
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Service
@@ -40,9 +40,9 @@ class Services:
             for service in self.each
         ]
 
-    def metrics_text(self) -> str:
+    def write_metrics(self) -> str:
         """Return the metrics of the models that were loaded, as Prometheus's text."""
-        return metrics_text([each for s in self.each if (each := s.metered) is not None])
+        return write_metrics([each for s in self.each if (each := s.metered) is not None])
 
     @property
     def open(self) -> int:

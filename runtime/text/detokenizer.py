@@ -54,7 +54,7 @@ class Thought:
         return "end" if ends else "reasoning"
 
 
-def marker_prefix_length(text: str, *markers: str) -> int:
+def measure_marker_prefix(text: str, *markers: str) -> int:
     """Return the number of characters at the end of the text that may begin a marker."""
     for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
         if any(marker.startswith(text[-length:]) for marker in markers):
@@ -101,9 +101,9 @@ class TextStream:
         """Append a token; return True if it completes a stop string."""
         if self._tokenizer is None:
             return False
-        raw = self._tokenizer.token_bytes(token)
+        raw = self._tokenizer.decode_token(token)
         if token in self._shown:
-            raw = (self._tokenizer.special_name(token) or "").encode() or raw
+            raw = (self._tokenizer.find_special_name(token) or "").encode() or raw
         thought = self._thought
         if thought is not None and token in thought.marks:
             self._end_character(from_draft)
@@ -119,7 +119,7 @@ class TextStream:
         if scans and self._cut_at_stop():
             return True
         if thought is None or thought.started:
-            self._release(marker_prefix_length(self._tail, *self._stop) if scans else 0)
+            self._release(measure_marker_prefix(self._tail, *self._stop) if scans else 0)
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:

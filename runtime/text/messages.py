@@ -82,11 +82,11 @@ def adapt_roles(messages: list[Message], render: Render) -> list[Message]:
     """
     if not any(message.get("role") == "developer" for message in messages):
         return messages
-    tried = [messages, *_role_variants(messages)]
+    tried = [messages, *_list_role_variants(messages)]
     return next((each for each in tried if _shows_instructions(each, render)), tried[1])
 
 
-def _role_variants(messages: list[Message]) -> Iterator[list[Message]]:
+def _list_role_variants(messages: list[Message]) -> Iterator[list[Message]]:
     system: list[Message] = [
         {**m, "role": "system"} if m.get("role") == "developer" else m for m in messages
     ]

@@ -44,7 +44,7 @@ class Tokenizer:
         self._backend = backend
         self.chat_template = chat_template
         self.bos_token = bos_token
-        self._bytes = dict(_added_bytes(backend))
+        self._bytes = dict(_read_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; a text that begins with the BOS gets no second BOS."""
@@ -92,16 +92,16 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items()}
 
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text: none for a special or unknown token."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
         return found
 
-    def special_name(self, token: int) -> str | None:
+    def find_special_name(self, token: int) -> str | None:
         """Return the name of a token that adds nothing to the text; None for any other token."""
-        if self.token_bytes(token):
+        if self.decode_token(token):
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
 
@@ -120,7 +120,7 @@ class Tokenizer:
     def rstrip(self, ids: Sequence[int]) -> list[int]:
         """Return the ids without trailing tokens of white space."""
         end = len(ids)
-        while end and (raw := self.token_bytes(ids[end - 1])) and not raw.strip():
+        while end and (raw := self.decode_token(ids[end - 1])) and not raw.strip():
             end -= 1
         return list(ids[:end])
 
@@ -139,8 +139,8 @@ class Tokenizer:
 
     def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
         """Return the text of tokens, with the names of the special tokens in `shown`."""
-        names = {id: (self.special_name(id) or "").encode() for id in shown}
-        raw = b"".join(self.token_bytes(id) or names.get(id, b"") for id in ids)
+        names = {id: (self.find_special_name(id) or "").encode() for id in shown}
+        raw = b"".join(self.decode_token(id) or names.get(id, b"") for id in ids)
         return raw.decode("utf-8", "replace")
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
@@ -189,7 +189,7 @@ def load_tokenizer(
     backend.no_truncation()  # a tokenizer.json may have kept the settings of training
     backend.no_padding()
     special = tokenizer_files.special_tokens(config)
-    own = _own_tokens(backend, manifest)
+    own = _find_own_tokens(backend, manifest)
     templates = tokenizer_files.chat_templates(
         folder, manifest, config, own if stored is None else special, chat_template
     )
@@ -199,7 +199,7 @@ def load_tokenizer(
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
 
-def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
+def _find_own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
     """Return BOS and EOS by the model's ids, for a tokenizer without a configuration."""
     model = manifest.model
     ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
@@ -207,7 +207,7 @@ def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, 
     return {name: backend.id_to_token(id) or "" for name, id in valid.items()}
 
 
-def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
+def _read_added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
     """Yield the bytes of the tokens that were added to the vocabulary; special tokens have none.
 
     Other added tokens are plain text, even if all their characters are in GPT-2's alphabet. A token
@@ -220,7 +220,7 @@ def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
             yield id, token.content.encode()
 
 
-def _byte_of_char() -> dict[str, int]:
+def _map_chars_to_bytes() -> dict[str, int]:
     """Return GPT-2's alphabet, in which a printable character stands for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -228,7 +228,7 @@ def _byte_of_char() -> dict[str, int]:
     return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE = _byte_of_char()
+_BYTE = _map_chars_to_bytes()
 
 
 def _spelled(token: str) -> bytes:

@@ -55,7 +55,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     A token is special if it has a name, or if it is marked as special in either file.
     """
     known = backend.get_added_tokens_decoder()
-    given = dict(_given_tokens(config)) or dict(known)
+    given = dict(_read_given_tokens(config)) or dict(known)
     named = special_tokens(config).values()
     special = {*named, *(token.content for token in known.values() if token.special)}
     tokens = [given[id] for id in sorted(given)]
@@ -97,11 +97,13 @@ def chat_templates(
     if given is not None:
         own = {DEFAULT: TemplateText(str(given), read_template(given))}
         return ChatTemplates(own, special)
-    sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
+    sources = dict(_read_template_files(folder, manifest)) or dict(
+        _read_configured_templates(config)
+    )
     return ChatTemplates(sources, special) if sources else None
 
 
-def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, TemplateText]]:
+def _read_template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, TemplateText]]:
     for file in sorted(manifest.files):
         parent, _, name = file.rpartition("/")
         if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
@@ -109,7 +111,7 @@ def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tem
             yield name.removesuffix(".jinja") if parent else DEFAULT, TemplateText(file, text)
 
 
-def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
+def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
     """Yield the templates in tokenizer_config.json: one text, or a list of names and texts."""
     given = config.get("chat_template")
     if isinstance(given, str):
@@ -125,7 +127,7 @@ def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
                 )
 
 
-def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
+def _read_given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
     """Yield the tokens of `added_tokens_decoder` by id, with their flags."""
     given = config.get("added_tokens_decoder")
     for id, token in given.items() if isinstance(given, dict) else ():

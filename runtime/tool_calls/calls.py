@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.text.detokenizer import marker_prefix_length
+from mtpbuild.runtime.text.detokenizer import measure_marker_prefix
 from mtpbuild.runtime.text.reasoning import AnswerPiece
 from mtpbuild.runtime.tool_calls.forms import CallParser, Form
 from mtpbuild.runtime.tool_calls.json_calls import JsonCallParser
@@ -56,7 +56,7 @@ class ToolCallParser:
         if found:
             at, marker = min(found)
         else:  # the end of the text may begin a marker
-            at = len(text) - (0 if last else marker_prefix_length(text, *self._markers))
+            at = len(text) - (0 if last else measure_marker_prefix(text, *self._markers))
         text, self._pending = text[:at], text[at + len(marker) :]
         space = text[len(self._trimmed(text)) :]
         if not found:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_rules import json_rules
-from mtpbuild.runtime.constraints.json_schema import object_schema, prepare_schema
+from mtpbuild.runtime.constraints.json_rules import write_json_rules
+from mtpbuild.runtime.constraints.json_schema import make_object_schema, prepare_schema
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.tool_calls.forms import INDEX_OF_CALL, Form, Tags
-from mtpbuild.runtime.tool_calls.values import allowed_types, as_text
+from mtpbuild.runtime.tool_calls.values import as_text, list_allowed_types
 
 INDEX = " /[0-9]{1,3}/ "
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -34,7 +34,7 @@ def write_calls_grammar(
     for number, (name, parameters) in enumerate(tools.items()):
         schema = NO_PARAMETERS if parameters is None else parameters
         if form.tags is not None:
-            rules += tagged_rules(f"call_{number}", form, name, schema, spell)
+            rules += write_tagged_rules(f"call_{number}", form, name, schema, spell)
             continue
         spelled = json.dumps(name, ensure_ascii=False)[1:-1] if form.head is None else name
         parts = opening, json.dumps(spelled), inner, f"arguments_{number}", closing
@@ -49,7 +49,7 @@ def write_calls_grammar(
 def _arguments(name: str, schema: Mapping[str, Any], rule: str) -> str:
     """Write the rules for a function's arguments, a JSON object; raise RequestError."""
     try:
-        return json_rules(prepare_schema(json.dumps(object_schema(schema))), rule)
+        return write_json_rules(prepare_schema(json.dumps(make_object_schema(schema))), rule)
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"tools: {name:.60}: {error}") from None
 
@@ -70,7 +70,7 @@ def _parts(text: str, added: dict[str, int]) -> Iterator[str]:
         text = text[at + len(token) :]
 
 
-def tagged_rules(
+def write_tagged_rules(
     rule: str, form: Form, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]
 ) -> list[str]:
     """Write the rules for a call of one function, with its arguments in the schema's order.
@@ -91,13 +91,13 @@ def tagged_rules(
     for number, (key, part) in enumerate(parts.items()):
         member = f"{rule}_{number}"
         members.append(member if key in needed else f"{member}?")
-        rules += _member_rules(member, tags, key, part, schema, literal)
+        rules += _write_member_rules(member, tags, key, part, schema, literal)
     opening = literal(form.begin + tags.name[0] + name + tags.name[1])
     closing = literal(tags.end + form.end)
     return [f"{rule}: {opening} {' '.join(members)} {closing}", *rules]
 
 
-def _member_rules(
+def _write_member_rules(
     rule: str, tags: Tags, key: str, part: Any, root: Mapping[str, Any], literal: Callable[..., str]
 ) -> list[str]:
     """Write the rules for one argument with its tags."""
@@ -111,14 +111,17 @@ def _member_rules(
     if isinstance(values, list) and values:
         each = [tagged(literal(as_text(v)), string=isinstance(v, str)) for v in values]
         return [f"{rule}: {' | '.join(each)}"]
-    if "string" in allowed_types(part, root, {}):
-        return _text_rules(rule, tags, key, part, literal)
+    if "string" in list_allowed_types(part, root, {}):
+        return _write_text_rules(rule, tags, key, part, literal)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
     schema = prepare_schema(json.dumps({**shared, **part}))
-    return [f"{rule}: {tagged(f'{rule}_value', string=False)}", json_rules(schema, f"{rule}_value")]
+    return [
+        f"{rule}: {tagged(f'{rule}_value', string=False)}",
+        write_json_rules(schema, f"{rule}_value"),
+    ]
 
 
-def _text_rules(
+def _write_text_rules(
     rule: str, tags: Tags, key: str, part: Mapping[str, Any], literal: Callable[[str], str]
 ) -> list[str]:
     """Write the rules for a string argument, which ends where its closing tag begins."""

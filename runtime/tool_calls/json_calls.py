@@ -102,7 +102,7 @@ class JsonCallParser(CallParser):
         if not self._value.closed:
             return []
         try:
-            calls = _calls_of(parse_strictly("".join(self._json)))
+            calls = _read_calls(parse_strictly("".join(self._json)))
         except ValueError:
             calls = []
         if self._value.truncated:
@@ -119,7 +119,7 @@ class JsonCallParser(CallParser):
         if self._value.closed:
             self._value = JsonReader(self._stops)
             self._value.take(MORE_FIELDS)
-            self._next = self._more_fields if self._form.head is None else self._tail
+            self._next = self._skip_more_fields if self._form.head is None else self._tail
         return [("arguments", text)]
 
     def _other(self, last: bool) -> list[CallPart]:
@@ -129,7 +129,7 @@ class JsonCallParser(CallParser):
             return []
         given = self._text[: min(ends, default=None)]
         try:
-            arguments = _object_of(_plain(given.strip("` \t\n\r")))
+            arguments = _write_arguments(_plain(given.strip("` \t\n\r")))
             if not ends and not given:
                 raise ValueError("cut before the arguments")
         except ValueError:
@@ -138,7 +138,7 @@ class JsonCallParser(CallParser):
         self._next = self._tail
         return [("name", self._name), ("arguments", arguments)]
 
-    def _more_fields(self, last: bool) -> list[CallPart]:
+    def _skip_more_fields(self, last: bool) -> list[CallPart]:
         """Skip the fields after the arguments, such as an id."""
         start = self._text.lstrip()
         if not start and not last:
@@ -166,7 +166,7 @@ def _plain(text: str) -> Any:
     return None if text in ("", "None") else json.loads(text, strict=False)
 
 
-def _object_of(arguments: Any) -> str:
+def _write_arguments(arguments: Any) -> str:
     """Write the arguments as a JSON object; raises ValueError if they are not one."""
     if isinstance(arguments, str):
         arguments = repair_json(arguments) if arguments.strip() else None
@@ -177,13 +177,13 @@ def _object_of(arguments: Any) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _calls_of(value: Any) -> list[tuple[str, str]]:
+def _read_calls(value: Any) -> list[tuple[str, str]]:
     """Return names and arguments of a call or a list of calls; OpenAI's format is accepted too.
 
     Raises ValueError for anything else.
     """
     if isinstance(value, list):
-        return [call for each in value for call in _calls_of(each)]
+        return [call for each in value for call in _read_calls(each)]
     if not isinstance(value, dict):
         raise ValueError("no call")
     function = value.get("function")
@@ -193,4 +193,4 @@ def _calls_of(value: Any) -> list[tuple[str, str]]:
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call without a name")
     given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
-    return [(name.strip(), _object_of(given))]
+    return [(name.strip(), _write_arguments(given))]

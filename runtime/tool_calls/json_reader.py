@@ -125,15 +125,15 @@ class JsonReader:
                 return at, self._close()
         char = text[here]
         if char in "}]":
-            return here + 1, self._bracket(char, space)
+            return here + 1, self._close_bracket(char, space)
         if self._place == "colon":
             self._place = "value"
             return (here + 1, f"{space}:") if char == ":" else (at, ":")
         if self._place == "comma":
-            return self._after_value(char, at, here, space)
-        return self._key_or_value(text, here, space, last)
+            return self._read_after_value(char, at, here, space)
+        return self._read_key_or_value(text, here, space, last)
 
-    def _bracket(self, char: str, space: str) -> str:
+    def _close_bracket(self, char: str, space: str) -> str:
         """Close everything up to this bracket; drop it if it was never opened."""
         if char not in self._open:
             return ""
@@ -145,7 +145,7 @@ class JsonReader:
             self.closed = True
         return written
 
-    def _after_value(self, char: str, at: int, here: int, space: str) -> tuple[int, str]:
+    def _read_after_value(self, char: str, at: int, here: int, space: str) -> tuple[int, str]:
         in_object = self._open[-1] == "}"
         if char == ",":
             self._comma = f"{space},"
@@ -156,7 +156,9 @@ class JsonReader:
         self._place = "key" if in_object else "value"
         return here + 1, ""
 
-    def _key_or_value(self, text: str, here: int, space: str, last: bool) -> tuple[int, str] | None:
+    def _read_key_or_value(
+        self, text: str, here: int, space: str, last: bool
+    ) -> tuple[int, str] | None:
         char, before = text[here], self._comma + space
         key = self._place == "key"
         if char in "\"'" and self._open:
@@ -177,7 +179,7 @@ class JsonReader:
         if word.end() == len(text) and not last:
             return None
         self._place, self._comma = "colon" if key else "comma", ""
-        return word.end(), before + (quoted(word[0]) if key else _strict_word(word[0]))
+        return word.end(), before + (quoted(word[0]) if key else _parse_strict_word(word[0]))
 
     def _in_string(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
         if at == len(text):
@@ -209,7 +211,7 @@ class JsonReader:
         return self._stop(text, space.end(), last)
 
 
-def _strict_word(word: str) -> str:
+def _parse_strict_word(word: str) -> str:
     if word in WORDS:
         return WORDS[word]
     if word in NULLS:

@@ -81,10 +81,10 @@ class TaggedReader:
                 self.at = start
                 return found
         if not self._skip(self._form.end):
-            self.at = self._after_space()
+            self.at = self._skip_space()
         return found
 
-    def _after_space(self, at: int | None = None) -> int:
+    def _skip_space(self, at: int | None = None) -> int:
         space = SPACE.match(self._text, self.at if at is None else at)
         assert space is not None
         return space.end()
@@ -94,7 +94,7 @@ class TaggedReader:
 
         Raises MoreTextError if the text ends before this is known.
         """
-        start = self._after_space(at)
+        start = self._skip_space(at)
         end = start + len(mark)
         if self._text.startswith(mark, start):
             return end
@@ -114,8 +114,8 @@ class TaggedReader:
         root = self._tools.get(name)
         arguments: dict[str, Any] = {}
         while (start := self._match_mark(self._tags.key)) is not None:
-            key, opening = self._text_before(_value_begins(self._tags), start)
-            end, self.at = self._value_end(opening.end(), {*arguments, key}, root)
+            key, opening = self._read_text_before(_match_value_begin(self._tags), start)
+            end, self.at = self._find_value_end(opening.end(), {*arguments, key}, root)
             kind = opening.groupdict().get("string")
             arguments[key] = convert_argument(
                 self._text[opening.end() : end],
@@ -130,15 +130,15 @@ class TaggedReader:
 
     def _read_name(self) -> str:
         """Parse the function's name and the markup after it, which are on one line."""
-        close, self.at = self._tags.name[1].strip(), self._after_space()
+        close, self.at = self._tags.name[1].strip(), self._skip_space()
         ends = re.compile(rf"{re.escape(close)}|\n" if close else r"(?=[\n<])")
-        name, found = self._text_before(ends, self.at)
+        name, found = self._read_text_before(ends, self.at)
         if found[0] == NEWLINE:
             raise NoCallError
         self.at = found.end()
         return name
 
-    def _text_before(self, ends: re.Pattern[str], start: int) -> tuple[str, re.Match[str]]:
+    def _read_text_before(self, ends: re.Pattern[str], start: int) -> tuple[str, re.Match[str]]:
         """Return a name or a key, and the markup after it."""
         found = ends.search(self._text, start)
         text = self._text[start : found.start() if found else start + LONGEST_NAME]
@@ -151,10 +151,10 @@ class TaggedReader:
     def _follows(self, marks: tuple[str, ...], at: int | None = None) -> bool:
         return any(self._match_mark(mark, at) is not None for mark in marks if mark)
 
-    def _value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
+    def _find_value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
         """Return the ends of a value and of its closing tag; raise MoreTextError, NoCallError."""
         inline = None  # the first closing tag that is not next to a line break
-        for closing in _value_ends(self._form).finditer(self._text, start):
+        for closing in _match_value_end(self._form).finditer(self._text, start):
             if closing["lone"] is not None:
                 known = root.get("properties") if isinstance(root, Mapping) else None
                 key = closing["key"]
@@ -176,7 +176,7 @@ class TaggedReader:
         """Return whether a closing tag is followed by another part of the call, or by nothing."""
         if (start := self._match_mark(self._tags.key, at)) is not None:
             try:
-                key, _ = self._text_before(_value_begins(self._tags), start)
+                key, _ = self._read_text_before(_match_value_begin(self._tags), start)
             except NoCallError:
                 return False
             return key not in given
@@ -191,7 +191,7 @@ def _spaced(mark: str) -> str:
 
 
 @cache
-def _value_begins(tags: Tags) -> re.Pattern[str]:
+def _match_value_begin(tags: Tags) -> re.Pattern[str]:
     patterns = list[str]()
     for name, value in (("string", tags.value), ("other", tags.other)):
         if value:
@@ -201,7 +201,7 @@ def _value_begins(tags: Tags) -> re.Pattern[str]:
 
 
 @cache
-def _value_ends(form: Form) -> re.Pattern[str]:
+def _match_value_end(form: Form) -> re.Pattern[str]:
     """Return a pattern for a closing tag, or for the tag that follows if it is missing."""
     tags = form.tags
     assert tags is not None

@@ -20,7 +20,7 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
     root: the schema of all arguments, which references point into. string: whether the tag marks
     the argument as a string; None if tags have no such mark.
     """
-    types = allowed_types(schema, root, {})
+    types = list_allowed_types(schema, root, {})
     if string is None and (found := _listed(text, schema)):
         return found[0]
     if string is not None:
@@ -32,7 +32,7 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
         if not opens or not text.lstrip().startswith(opens):
             return text
     word = text.strip()
-    if word in PYTHON and json_type(PYTHON[word]) in types:
+    if word in PYTHON and name_json_type(PYTHON[word]) in types:
         return PYTHON[word]
     may_repair = "string" not in types and types & {"object", "array"}
     for parse in (parse_strictly, repair_json) if may_repair else (parse_strictly,):
@@ -60,7 +60,7 @@ def _listed(text: str, schema: Any) -> list[Any]:
     return [v for v in values if v == text] or [v for v in values if text in (as_text(v), str(v))]
 
 
-def allowed_types(
+def list_allowed_types(
     schema: Any, root: Any, known: dict[str, frozenset[str]], depth: int = 0
 ) -> frozenset[str]:
     """Return the JSON types that a schema allows; all types if it names none.
@@ -69,25 +69,25 @@ def allowed_types(
     """
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return ANY
-    each = [_own_types(schema)]
+    each = [_list_own_types(schema)]
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = ANY  # for a reference that leads to itself
-            known[reference] = allowed_types(
+            known[reference] = list_allowed_types(
                 resolve_reference(reference, root), root, known, depth + 1
             )
         each.append(known[reference])
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
         found = [
-            allowed_types(part, root, known, depth + 1)
+            list_allowed_types(part, root, known, depth + 1)
             for part in (parts if isinstance(parts, list) else [])
         ]
         each += found if key == "allOf" or not found else [frozenset().union(*found)]
     return frozenset.intersection(*each) or ANY
 
 
-def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+def _list_own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types allowed by a schema's own type, enum and const."""
     types, given = ANY, schema.get("type")
     names = {
@@ -97,11 +97,11 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     }
     types = frozenset(names & NAMES) or types
     if isinstance(values := schema.get("enum"), list) and values:
-        types &= {json_type(value) for value in values}
-    return types & {json_type(schema["const"])} if "const" in schema else types
+        types &= {name_json_type(value) for value in values}
+    return types & {name_json_type(schema["const"])} if "const" in schema else types
 
 
-def json_type(value: Any) -> str:
+def name_json_type(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     kinds = {str: "string", int: "number", float: "number", dict: "object", list: "array"}

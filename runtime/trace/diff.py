@@ -139,9 +139,9 @@ def _compare(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     rows_a, rows_b = list(a.rows()), list(b.rows())
     equal, largest, token = 0, None, None
     for row_a, row_b in zip(rows_a, rows_b, strict=False):
-        left, right = _traced_token(*row_a), _traced_token(*row_b)
+        left, right = _make_traced_token(*row_a), _make_traced_token(*row_b)
         if left.token != right.token:
-            tie = _near_tie(left, right, largest or 0.0)
+            tie = _is_near_tie(left, right, largest or 0.0)
             position = len(a.request.prompt) + equal
             token = TokenDifference(position, left, right, tie)
             break
@@ -157,13 +157,13 @@ def _compare(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     )
 
 
-def _traced_token(step: StepLine, row: int) -> TracedToken:
+def _make_traced_token(step: StepLine, row: int) -> TracedToken:
     return TracedToken(
         step.step, step.tokens[row], step.logprobs[row], step.margins[row], row < step.n - 1
     )
 
 
-def _near_tie(a: TracedToken, b: TracedToken, measured: float) -> bool:
+def _is_near_tie(a: TracedToken, b: TracedToken, measured: float) -> bool:
     margins = [token.margin for token in (a, b) if token.margin is not None]
     return min(margins, default=float("inf")) <= max(LEAST_TIE, TIE_FACTOR * measured)
 
@@ -200,8 +200,8 @@ def make_speller(engine: Path | None) -> Spell:
         raise UsageError(f"--engine {engine}: it was built without a tokenizer")
 
     def spell(token: int) -> str:
-        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
-        return f"{token} {tokenizer.special_name(token) or repr(text)}"
+        text = tokenizer.decode_token(token).decode("utf-8", "replace")
+        return f"{token} {tokenizer.find_special_name(token) or repr(text)}"
 
     return spell
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from mtpbuild.runtime.contract.manifest import first_error
+from mtpbuild.runtime.contract.manifest import describe_first_error
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling.params import DEFAULTS
 
@@ -170,7 +170,7 @@ def read_trace(path: Path) -> TraceFile:
                 raise ValueError("after the summary, which is the last line of a trace")
             complete = isinstance(add_line(_ANY.validate_json(text), requests), SummaryLine)
         except ValidationError as error:
-            what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
+            what = f"not a line of a trace ({describe_first_error(error, slice(1, 2))})"
             raise UsageError(f"{path}:{number}: {what}") from None
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}") from None

@@ -90,6 +90,6 @@ class Speller:
     def next(self, token: int) -> tuple[str, str]:
         if self._tokenizer is None:
             return "id", str(token)
-        if name := self._tokenizer.special_name(token):
+        if name := self._tokenizer.find_special_name(token):
             return "special", name
-        return "text", self._utf8.decode(self._tokenizer.token_bytes(token))
+        return "text", self._utf8.decode(self._tokenizer.decode_token(token))

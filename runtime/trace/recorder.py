@@ -126,14 +126,14 @@ class RequestTrace:
                 logprobs=_numbers(output.logprobs[slot, :n]),
                 margins=_numbers(output.margins[slot, :n]),
                 entropies=compute_entropies(top[slot, :n]) if wanted and top is not None else None,
-                **(self._of_drafts(request, output, slot, m) if wanted else {}),
+                **(self._record_drafts(request, output, slot, m) if wanted else {}),
                 uniforms=self._drawn(request.length + 1, m + 1),
             )
         )
         self._steps += 1
 
     @staticmethod
-    def _of_drafts(request: Request, output: StepOutput, slot: int, m: int) -> dict[str, Any]:
+    def _record_drafts(request: Request, output: StepOutput, slot: int, m: int) -> dict[str, Any]:
         """Return the fields about a step's m drafts that its program reports."""
         found: dict[str, Any] = {}
         if output.draft_logprobs is not None and output.draft_ranks is not None:

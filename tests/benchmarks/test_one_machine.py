@@ -147,14 +147,17 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
     cost, engine = benchmark("one.cost"), no_programs
     counted = cost.count(folders["moe"])
-    held = cost.weight_groups(engine, counted.config)
+    held = cost.list_weight_groups(engine, counted.config)
     assert set(held) == {
         *("embedding", "head", "draft_head", "trunk", "trunk, routed"),
         *("module", "module, routed"),
     }
     assert held["draft_head"] * 4 == held["head"] == held["embedding"]
     assert held["trunk, routed"] == held["module, routed"], "of layer 1, and of the module"
-    assert cost.row_bytes(cost.read_manifest(engine)) == {"kv": 2 * 160 * 4, "mtp_kv": 160 * 4}
+    assert cost.count_row_bytes(cost.read_manifest(engine)) == {
+        "kv": 2 * 160 * 4,
+        "mtp_kv": 160 * 4,
+    }
     for batch in (1, 2):
         chosen = 1 - (1 - 4 / 24) ** (2 * batch)
         routed = chosen * (held["trunk, routed"] + held["module, routed"])

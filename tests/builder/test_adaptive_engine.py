@@ -14,10 +14,10 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.contract.state import module_rows
+from mtpbuild.runtime.contract.state import name_module_rows
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.engine.step_times import StepSize, StepTable
-from mtpbuild.runtime.files import user_cache_folder
+from mtpbuild.runtime.files import find_user_cache
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
@@ -25,7 +25,7 @@ from tests.support.engines import EngineBuilder
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
-CHUNK, ROWS = 4, module_rows(0)
+CHUNK, ROWS = 4, name_module_rows(0)
 HOT = replace(PLAIN, temperature=0.8, top_p=0.95, seed=5)
 
 
@@ -61,7 +61,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_step_times_are_measured_once(predictable_engine: EngineBuilder) -> None:
     """By the first load on a machine; a damaged file is measured again."""
-    folder, times = predictable_engine("auto", max_batch=3), user_cache_folder() / "step-times"
+    folder, times = predictable_engine("auto", max_batch=3), find_user_cache() / "step-times"
     built = {*times.glob("*")}  # the build's and its probe's, with one and two threads
     Engine.load(folder, threads=3).close()
     (kept,) = {*times.iterdir()} - built

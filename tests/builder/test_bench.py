@@ -279,7 +279,7 @@ def fake_programs() -> Iterator[None]:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing them is most of a small benchmark's time."""
-    monkeypatch.setattr(results, "why_no_pictures", lambda: "nobody looks at them")
+    monkeypatch.setattr(results, "explain_no_pictures", lambda: "nobody looks at them")
 
 
 @pytest.mark.usefixtures("quick", "fake_programs")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import stored_as
+from mtpbuild.builder.checkpoint.readable import name_stored_format
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.notes import list_notes
@@ -31,7 +31,7 @@ from mtpbuild.builder.weights.scheme import (
     SCHEMES,
     Scheme,
     build_scheme,
-    engine_scheme,
+    make_engine_scheme,
     make_scheme,
 )
 from mtpbuild.runtime import Engine, SamplingParams
@@ -83,7 +83,7 @@ def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedMode
     config: ModelConfig = load_config(folder)
     if "layers" in how:
         config = how["layers"].of(config)
-    main = stored_as(folder) if scheme is None else scheme.main
+    main = name_stored_format(folder) if scheme is None else scheme.main
     kernels = main in ("int8", "int4")
     pipeline = CPU if kernels else PLAIN
     return opened(folder, config, formats=ALL, pipeline=pipeline, scheme=scheme, **how)
@@ -187,7 +187,7 @@ def test_the_plain_model(plain: Path, tmp_path: Path) -> None:
     ours = load_plain(plain, scheme=ENDS).state_dict()
     wanted = load_plain(quantised(plain, ENDS, tmp_path / "checkpoint")).state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items())
-    engines = engine_scheme("int4", "int8")
+    engines = make_engine_scheme("int4", "int8")
     assert engines == replace(ENDS, join="int8")
     joined, plain_join = (
         {name: tensor for name, tensor in state.items() if name.endswith("eh_proj.weight")}

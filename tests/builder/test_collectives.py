@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._inductor.package.package import package_aoti
 
 from mtpbuild.builder.models.common import collectives
-from mtpbuild.builder.models.common.collectives import gather_best, rank_constant
+from mtpbuild.builder.models.common.collectives import gather_best, make_rank_constant
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.builder.targets.lower_inductor import options, shared_kernels
 from mtpbuild.plugins.accept_rewind.op import best_token
@@ -23,7 +23,7 @@ RANKS, OWN = 3, 31  # tokens of a rank
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rank = rank_constant()
+        self.rank = make_rank_constant()
 
     def forward(self, logits: Tensor) -> Tensor:
         return gather_best(logits, self.rank, RANKS)

@@ -21,7 +21,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import Manifest, hash_file, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
 from mtpbuild.runtime.prefix_cache import files as prefix_files
-from mtpbuild.runtime.prefix_cache.files import PrefixFile, PrefixFiles, identity, prefix_file
+from mtpbuild.runtime.prefix_cache.files import PrefixFile, PrefixFiles, identity, name_prefix_file
 from mtpbuild.runtime.prefix_cache.tree import RowSpan
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engines import EngineBuilder
@@ -134,7 +134,7 @@ def test_a_prefix_that_may_not_be_read_costs_a_line(
             wanted, cached = said(own, prompts()[:1])
         assert cached == [147]
         assert invoke("inspect", folder)[0] == 0
-        (folder / prefix_file("one")).chmod(0)
+        (folder / name_prefix_file("one")).chmod(0)
         with as_another_user():
             for verify in (False, True):
                 with load(folder, verify_hashes=verify) as other:
@@ -161,7 +161,7 @@ def as_another_user() -> Iterator[None]:
 def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
     engine: Path, bare: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(engine / prefix_file("one"), flip=-5)
+    damage(engine / name_prefix_file("one"), flip=-5)
     with load(bare) as cold, load(engine) as warm:
         found, cached = said(warm, prompts())
         check_same(found, said(cold, prompts())[0])
@@ -179,7 +179,7 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
 def test_a_prefix_whose_header_or_size_is_wrong_is_refused(
     flip: int | None, keep: int | None, engine: Path
 ) -> None:
-    damage(engine / prefix_file("one"), flip, keep)
+    damage(engine / name_prefix_file("one"), flip, keep)
     with pytest.raises(EngineFileError, match=r"one\.safetensors: .*copy it again or rebuild"):
         load(engine)
 
@@ -189,7 +189,7 @@ def test_a_prefix_of_another_engine_is_refused(engine: Path, bare: Path, tmp_pat
     manifest = read_manifest(other)
     build = manifest.build.model_copy(update={"fingerprint": "of other weights"})
     (other / "prefixes").mkdir()
-    shutil.copy(engine / prefix_file("one"), other / prefix_file("one"))
+    shutil.copy(engine / name_prefix_file("one"), other / name_prefix_file("one"))
     write_manifest(other, manifest.model_copy(update={"build": build}))
     with pytest.raises(EngineFileError, match="made for another engine, tokenizer or weights"):
         load(other)
@@ -211,7 +211,7 @@ def test_rows_belong_to_all_that_they_depend_on(engine: Path) -> None:
     others["build"] = manifest.model_copy(update={"build": build})
     others["states"] = manifest.model_copy(update={"state": manifest.state[1:]})
     same = {name for name, other in others.items() if identity(other) == identity(manifest)}
-    assert same == {prefix_file("one")}
+    assert same == {name_prefix_file("one")}
 
 
 def test_a_file_of_int8_rows(bare: Path, tmp_path: Path) -> None:
@@ -241,9 +241,9 @@ def test_refit_makes_them_anew(engine: Path, predictable: Any, tmp_path: Path) -
     finally:
         predictable.lm_head.weight.data = weight
         predictable.load_state_dict(state)
-    before = read_manifest(engine).files[prefix_file("one")]
+    before = read_manifest(engine).files[name_prefix_file("one")]
     _, manifest = refit(engine, str(new))
-    assert manifest.files[prefix_file("one")].size == before.size
+    assert manifest.files[name_prefix_file("one")].size == before.size
     cold = tmp_path / "cold"
     shutil.copytree(engine, cold)
     shutil.rmtree(cold / "prefixes")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.formats import Entry, entry_of, stored_format
+from mtpbuild.builder.formats import Entry, entry_of, find_stored_format
 from mtpbuild.builder.formats.compressed_tensors import (
     dense,
     find_unread_setting,
@@ -77,7 +77,7 @@ def test_kept_weights(folder: str) -> None:
         if format is None or format.kept is format:
             continue
         kept, decoded = format.kept, checkpoint.read(name)
-        parts = checkpoint.kept_parts(name)
+        parts = checkpoint.read_kept_parts(name)
         held = {suffix: entry_of(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
         assert kept in (INT4, INT8, *MOVED.values(), FP8, NVFP4)
@@ -170,7 +170,7 @@ def test_odd_widths() -> None:
     """Both packings are told by the words of a row; where they don't tell, it is refused."""
     output = settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
     for words in (dense(32, 3), loose(32, 3)):
-        format = stored_format("w", packed_entries(words, 1), output)
+        format = find_stored_format("w", packed_entries(words, 1), output)
         assert format is not None
         assert format.fits((2, 32))
         assert format.parts((2, 32))[""].shape == (2, words)
@@ -183,14 +183,14 @@ def test_odd_widths() -> None:
             "": torch.tensor([row, row], dtype=torch.int32), "_shape": torch.tensor([2, 32]),
             "_scale": torch.tensor([[0.5], [2.0]]).bfloat16(),
         }  # fmt: skip
-        format = stored_format("w", packed_entries(len(row), 1), output)
+        format = find_stored_format("w", packed_entries(len(row), 1), output)
         assert format is not None
         values.append(format.decode(parts))
         assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
     assert torch.equal(values[0], (codes - 4) * torch.tensor([[0.5], [2.0]]))
     assert torch.equal(*values)
     unclear = settings_of({"num_bits": 3, "group_size": 24, "symmetric": True})
-    format = stored_format("w", packed_entries(dense(24, 3), 1), unclear)
+    format = find_stored_format("w", packed_entries(dense(24, 3), 1), unclear)
     assert format is not None
     assert dense(24, 3) == loose(24, 3)
     assert not format.fits((2, 24))
@@ -200,7 +200,7 @@ def test_columns_in_another_order() -> None:
     """With actorder, weight_g_idx says which group a column belongs to; such are not kept."""
     output = settings_of({"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"})
     entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
-    format = stored_format("w", entries, output)
+    format = find_stored_format("w", entries, output)
     assert format is not None
     assert format.kept is format
     order = torch.arange(64, dtype=torch.int32).flip(0) % 2
@@ -233,7 +233,9 @@ def test_deepseeks_blocks_with_short_scales(scales: torch.dtype) -> None:
     torch.manual_seed(0)
     parts = FP8.encode(torch.randn(130, 200))
     parts["_scale_inv"] = parts["_scale_inv"].to(scales)
-    format = stored_format("w", {f"w{suffix}": entry_of(part) for suffix, part in parts.items()})
+    format = find_stored_format(
+        "w", {f"w{suffix}": entry_of(part) for suffix, part in parts.items()}
+    )
     assert format is not None
     assert format.kept is FP8
     kept = format.keep("w", parts)
@@ -257,13 +259,13 @@ def test_int4_of_modelopt() -> None:
     packed = ((values[0::2] & 0xF) | (values[1::2] & 0xF) << 4).view(torch.uint8)
     parts = {"": packed, "_scale": scales}
     entries = {f"w{suffix}": entry_of(part) for suffix, part in parts.items()}
-    format, wanted = stored_format("w", entries), values * scales.repeat_interleave(32, 1)
+    format, wanted = find_stored_format("w", entries), values * scales.repeat_interleave(32, 1)
     assert format is not None
     assert format.parts((4, 64)) == {"": entries["w"], "_scale": entries["w_scale"]}
     assert torch.equal(format.decode(parts), wanted)
     assert torch.equal(INT4.decode(format.keep("w", parts)), wanted)
     inputs = torch.rand(64)
-    format = stored_format("w", entries | {"w_pre_quant_scale": entry_of(inputs)})
+    format = find_stored_format("w", entries | {"w_pre_quant_scale": entry_of(inputs)})
     assert format is not None
     assert format.kept is format
     assert torch.equal(format.decode(parts | {"_pre_quant_scale": inputs}), wanted * inputs)
@@ -273,7 +275,7 @@ def test_int4_of_modelopt() -> None:
 def test_fp8_of_modelopt(shape: tuple[int, ...]) -> None:
     values, scales = torch.randn(6, 40).to(torch.float8_e4m3fn), torch.rand(shape)
     entries = {"w": entry_of(values), "w_scale": entry_of(scales)}
-    format = stored_format("w", entries)
+    format = find_stored_format("w", entries)
     assert format is not None
     assert format.parts((6, 40)) == {"": entries["w"], "_scale": entries["w_scale"]}
     wide = scales.reshape(-1, 1) if scales.numel() > 1 else scales.reshape(1, 1)
@@ -312,7 +314,7 @@ def test_targets_are_asked_where_shapes_do_not_tell() -> None:
     output["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]
     for name, bits in (("a.down_proj.weight", 8), ("a.up_proj.weight", 4)):
         entries = {key.replace("w", name, 1): e for key, e in packed_entries(8, 1).items()}
-        format = stored_format(name, entries, output)
+        format = find_stored_format(name, entries, output)
         assert format is not None
         assert format.bits == bits
 

@@ -10,10 +10,10 @@ import torch
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT, RopeConfig
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.rope import (
-    inverse_frequencies,
-    rope_tables,
+    compute_inverse_frequencies,
+    compute_rope_tables,
+    compute_table_scale,
     softmax_scale,
-    table_scale,
 )
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.runtime.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_the_real_configuration(real: DeepseekV3Config) -> None:
 
 def test_yarn_of_the_real_model(real: DeepseekV3Config) -> None:
     """Values that were computed from YaRN's formulas."""
-    frequencies = inverse_frequencies(real.rope, real.qk_rope_head_dim)
+    frequencies = compute_inverse_frequencies(real.rope, real.qk_rope_head_dim)
     wanted = {
         0: 1.0,
         10: 0.0562341,
@@ -85,22 +85,22 @@ def test_yarn_of_the_real_model(real: DeepseekV3Config) -> None:
     for i, value in wanted.items():
         assert frequencies[i].item() == pytest.approx(value, rel=5e-6), i
     assert softmax_scale(real.rope, real.qk_head_dim) == pytest.approx(0.1352337789, rel=1e-9)
-    assert table_scale(real.rope) == 1.0
+    assert compute_table_scale(real.rope) == 1.0
 
 
 def test_rope_kinds() -> None:
     plain = RopeConfig()
-    torch.testing.assert_close(inverse_frequencies(plain, 4), torch.tensor([1.0, 0.01]))
+    torch.testing.assert_close(compute_inverse_frequencies(plain, 4), torch.tensor([1.0, 0.01]))
     linear = RopeConfig(kind="linear", factor=4.0)
-    torch.testing.assert_close(inverse_frequencies(linear, 4), torch.tensor([0.25, 0.0025]))
-    assert table_scale(RopeConfig(kind="yarn", factor=8.0)) == pytest.approx(1.2079442)
-    assert table_scale(RopeConfig(kind="yarn", factor=8.0, attention_factor=0.5)) == 0.5
+    torch.testing.assert_close(compute_inverse_frequencies(linear, 4), torch.tensor([0.25, 0.0025]))
+    assert compute_table_scale(RopeConfig(kind="yarn", factor=8.0)) == pytest.approx(1.2079442)
+    assert compute_table_scale(RopeConfig(kind="yarn", factor=8.0, attention_factor=0.5)) == 0.5
     half = RopeConfig(kind="yarn", factor=8.0, mscale=0.5, mscale_all_dim=1.0)
-    assert table_scale(half) == pytest.approx(1.1039721 / 1.2079442)
+    assert compute_table_scale(half) == pytest.approx(1.1039721 / 1.2079442)
 
 
 def test_tables_start_at_position_zero(real: DeepseekV3Config) -> None:
-    cos, sin = rope_tables(real.rope, real.qk_rope_head_dim, 3)
+    cos, sin = compute_rope_tables(real.rope, real.qk_rope_head_dim, 3)
     assert cos.shape == sin.shape == (3, 32)
     assert cos[0].eq(1).all()
     assert sin[0].eq(0).all()

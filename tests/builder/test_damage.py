@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import Plan
@@ -42,8 +42,8 @@ def sound(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def check(folder: Path) -> int:
     """All that a build does before it writes; returns how many weights there are."""
     config = load_config(folder)
-    generation_ids(folder, config)
-    fingerprint(identities(folder), Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
+    read_generation_ids(folder, config)
+    fingerprint(hash_files(folder), Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
     checkpoint = open_checkpoint(folder)
     return sum(1 for _ in join_slices(convert_weights(checkpoint, checkpoint.check(config))))
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
+from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids, list_most_frequent
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.runtime import Engine, SamplingParams
@@ -106,7 +106,7 @@ def test_the_most_frequent_tokens(tmp_path: Path) -> None:
     """Added tokens first, then bytes, then what was merged early."""
     tokenizer = train(tmp_path)
     size = tokenizer.get_vocab_size()
-    order = list(most_frequent(tmp_path / "tokenizer.json", size))
+    order = list(list_most_frequent(tmp_path / "tokenizer.json", size))
     assert sorted(order) == list(range(size))
     assert {tokenizer.id_to_token(id) for id in order[:2]} == {"<eos>", "<late>"}
     rank = {tokenizer.id_to_token(id): place for place, id in enumerate(order)}

@@ -27,7 +27,7 @@ from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.targets.tensorrt import TARGET
-from mtpbuild.builder.weights.table import choose_formats, family_table
+from mtpbuild.builder.weights.table import choose_formats, make_family_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.forecasts import counted_once
@@ -126,7 +126,7 @@ def test_a_rank_holds_what_a_dry_run_counts(model: str, ranks: Ranks) -> None:
     found = find_layout(model, None)
     layout = replace(found, config=replace(found.config, num_hidden_layers=4))
     style = TARGET.style(TARGET.Options(), layout.config)
-    table = choose_formats(family_table(layout.config, ranks), layout.format, style)
+    table = choose_formats(make_family_table(layout.config, ranks), layout.format, style)
     held = make_model(table, style, "meta").parameters()
     wanted = sum(weight.numel() * weight.element_size() for weight in held)
     counted = sum(c.per_rank for c in count_gpu_classes(layout, ranks))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mtpbuild.builder.models.common.moe import GatheredMoE
-from mtpbuild.builder.models.common.moe_weights import like_routed
+from mtpbuild.builder.models.common.moe_weights import find_modules_like_routed
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import DrafterName, Plan
-from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.targets.passes.gpu_graph import name_op
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.ranks import Ranks
@@ -82,7 +82,7 @@ def test_which_shared_experts_fit() -> None:
     for changed, ranks, count in cases:
         share = Share(ranks)
         table = weight_table(replace(reference.config, **changed), share)
-        assert len(like_routed(table, share)) == count
+        assert len(find_modules_like_routed(table, share)) == count
 
 
 @pytest.mark.full
@@ -98,7 +98,7 @@ def test_what_a_gpu_is_given(slots: int) -> None:
     torch.set_num_threads(1)
     graph = check_fused_step(slots)
     into = {name for name, _, _ in IN_PLACE.values()}
-    called = [op_name(node) for node in graph.graph.nodes]
+    called = [name_op(node) for node in graph.graph.nodes]
     assert sum(name in into for name in called) == 3, "both layers' caches and the module's"
     assert not any("kv_write" in name or "index_put" in name for name in called)
 
@@ -119,7 +119,7 @@ def test_attention_to_chosen_rows(family: str, slots: int) -> None:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     torch.set_num_threads(1)
     graph = check_sparse_step(family, slots)
-    called = Counter(map(op_name, graph.graph.nodes))
+    called = Counter(map(name_op, graph.graph.nodes))
     layers, own = (3, 2) if family == "glm-5" else (2, 2)
     drafts = 1 if family == "glm-5" else 2  # that choose for themselves
     assert called["mtpbuild_triton::choose_rows"] == own + drafts

@@ -14,7 +14,7 @@ import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
 from mtpbuild.builder.gguf.container import GgufFile
@@ -71,7 +71,7 @@ def test_integers_are_kept(kind: str, format: Any, tmp_path: Path) -> None:
     kept = {name for name, found in formats.items() if found is format}
     assert kept == {n for n in formats if n.endswith((*products, "embed_tokens.weight"))}
     file = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    parts = checkpoint.kept_parts("model.layers.3.self_attn.k_proj.weight")
+    parts = checkpoint.read_kept_parts("model.layers.3.self_attn.k_proj.weight")
     raw = file["blk.3.attn_k.weight"].data.reshape(*parts["_scale"].shape, -1)
     assert parts["_scale"].numpy().tobytes() == raw[..., :2].tobytes()
     want = raw[..., 2:].view(np.int8).astype(int)
@@ -306,7 +306,7 @@ def test_the_tokenizer_is_that_of_the_model(
         assert ours.encode(text).ids == theirs.encode(text).ids
         ids = theirs.encode(text).ids
         assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids)
-    known = generation_ids(folder, load_config(folder))
+    known = read_generation_ids(folder, load_config(folder))
     assert known.eos_token_ids == (tokens.index("<|endoftext|>"),)
     assert known.thinking_token_ids == (tokens.index("<think>"), tokens.index("</think>"))
     assert (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}"

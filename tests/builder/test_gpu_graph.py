@@ -35,7 +35,7 @@ from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets.inductor import InductorOptions
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets.lower_inductor import _pretended_group
+from mtpbuild.builder.targets.lower_inductor import _pretend_group
 from mtpbuild.builder.targets.passes.one_shot import sum_through_shared_memory
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
@@ -102,7 +102,7 @@ for case, slots, dtype, experts in CASES:
     graph = graph_of(traced)
     examples = tuple(pytree.tree_leaves(graph.meta["exported"].example_inputs))
     try:
-        with _pretended_group(tp):
+        with _pretend_group(tp):
             compile_fx.compile_fx_aot(graph, examples, inner_compile=see)
     except Seen:
         pass

@@ -30,7 +30,7 @@ from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.plugins import delta_advance, delta_rule
 from mtpbuild.plugins.matmul_scaled.op import dequantise
-from mtpbuild.runtime.contract.state import layer_state
+from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower
@@ -140,7 +140,7 @@ def test_states_of_slots_that_idle() -> None:
     for name, before in state.items():
         assert torch.equal(new[name][0], before[0]), name
         assert not torch.equal(new[name][1], before[1]), name
-    assert {layer_state(name, 0) for name in new} == {"conv.0", "delta.0"}
+    assert {name_layer_state(name, 0) for name in new} == {"conv.0", "delta.0"}
 
 
 def as_published(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
@@ -360,8 +360,8 @@ def gate_of_attention_dropped(model: CausalLM) -> None:
 
 def module_hands_on(model: CausalLM) -> None:
     module = model.module(0)
-    module.next_hidden = lambda x: x  # type: ignore[method-assign]
-    module.head_input = lambda hidden: module.norm(hidden)  # type: ignore[method-assign]
+    module.compute_next_hidden = lambda x: x  # type: ignore[method-assign]
+    module.compute_head_input = lambda hidden: module.norm(hidden)  # type: ignore[method-assign]
 
 
 def trunk_in_front_of_its_norm(model: CausalLM) -> None:

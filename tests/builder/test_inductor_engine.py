@@ -283,7 +283,7 @@ def test_machines_that_can_not_build(
     small_place: BuildRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(target, "this_machine", lambda: "aarch64 CPU")
+        patch.setattr(target, "name_this_machine", lambda: "aarch64 CPU")
         with pytest.raises(BuildError, match="builds on an x86-64 CPU with AVX2, this is an aarch"):
             build(small_place)
     monkeypatch.setenv("PATH", "")

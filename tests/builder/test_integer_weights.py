@@ -27,7 +27,7 @@ from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, read_manifest
-from mtpbuild.runtime.contract.state import layer_rows
+from mtpbuild.runtime.contract.state import name_layer_rows
 from mtpbuild.runtime.errors import EngineError
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import check_rounded, plain_with_rounding, played
@@ -102,7 +102,7 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
     width = load_config(folders[name]).cache_dim
-    caches = {layer_rows(i): torch.zeros(1, 1, 9, width) for i in range(2)}
+    caches = {name_layer_rows(i): torch.zeros(1, 1, 9, width) for i in range(2)}
     tokens, start = torch.tensor([[5, 17, 3, 60]]), torch.zeros(1, dtype=torch.int64)
     logits = []
     for model in (kept.model.eval(), whole):

@@ -16,7 +16,7 @@ from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.contract.state import rows_spec
+from mtpbuild.runtime.contract.state import make_rows_spec
 from mtpbuild.runtime.programs.host_slots import PackedCaches
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
@@ -27,7 +27,7 @@ GIGACHAT = "gigachat3-10b-a1.8b"  # of 262,144 tokens; 27 layers of 576 values i
 
 def planned(memory: float, monkeypatch: pytest.MonkeyPatch, **flags: object) -> list[Plan]:
     """Plans GigaChat3's engines for a machine of this memory."""
-    monkeypatch.setattr("mtpbuild.builder.compiler.plans.physical_memory", lambda: int(memory))
+    monkeypatch.setattr("mtpbuild.builder.compiler.plans.measure_memory", lambda: int(memory))
     recipe = find_recipe(GIGACHAT)
     assert recipe is not None
     found = FoundModel("giga", "giga", recipe.config_folder)
@@ -84,7 +84,7 @@ def test_the_build_says_it(
     config = json.loads((smallest / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     build = ("build", "--model", model, "--nextn", 1, "--out", out)
-    monkeypatch.setattr("mtpbuild.builder.compiler.plans.physical_memory", lambda: 12 << 20)
+    monkeypatch.setattr("mtpbuild.builder.compiler.plans.measure_memory", lambda: 12 << 20)
     says = "note: context 16,384 of 1,048,576: memory; --max-seq-len asks for another"
     assert invoke(*build)[0] == 0
     assert read_manifest(out).build.max_seq_len == 16_384
@@ -102,7 +102,7 @@ def resident() -> int:
 def test_caches_take_memory_where_they_are_used() -> None:
     """1 GB of a long context, of which 1,000 rows are used."""
     before = resident()
-    caches = PackedCaches([rows_spec("kv.0", "layers.0", "float32", (1, 1, 262_144, 1024))])
+    caches = PackedCaches([make_rows_spec("kv.0", "layers.0", "float32", (1, 1, 262_144, 1024))])
     caches.fit(1000)
     caches.pack(1)
     caches.views(0, 1)["kv.0"][:, :, :1000] = np.ones(1024, np.float32)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.plan import Plan, choose_drafter, state_specs
 from mtpbuild.builder.targets import load_target
@@ -180,7 +180,7 @@ def test_its_source_is_in_the_fingerprint(
     def found(drafter: str) -> str:
         plan = Plan(config, 1, drafter, 1, 64, 8)
         assert state_specs(plan)
-        return fingerprint(identities(smallest), plan, target)
+        return fingerprint(hash_files(smallest), plan, target)
 
     before = [found("lookup"), found("mtp-eagle")]
     (tmp_path / "looker.py").write_text(f"{text}\n# a comment\n")

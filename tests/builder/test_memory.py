@@ -40,11 +40,11 @@ from pathlib import Path
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.plan.recipe import FoundModel
-from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.graph.pipelines import CPU, INDUCTOR
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.weights.scheme import engine_scheme
+from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime.ranks import Ranks
 
 folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:5])
@@ -53,10 +53,10 @@ config = load_config(folder)
 source = open_model(
     FoundModel("x", "x", folder),
     config,
-    generation_ids(folder, config),
+    read_generation_ids(folder, config),
     GraphStyle(formats=("int4", "int8"), pipeline=CPU if tp == 1 else INDUCTOR),
     ranks=Ranks(tp),
-    scheme=engine_scheme(weights, head),
+    scheme=make_engine_scheme(weights, head),
 )
 
 def resident(name):

@@ -15,10 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.readable import read_quantisation, refuse_folder, stored_as
+from mtpbuild.builder.checkpoint.readable import (
+    name_stored_format,
+    read_quantisation,
+    refuse_folder,
+)
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.formats import Format, own_name, stored_format
+from mtpbuild.builder.formats import Format, find_stored_format, own_name
 from mtpbuild.builder.formats.format import entry_of
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
@@ -244,7 +248,7 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
     both = {"quantization": settings, "quantization_config": left}
     (tmp_path / "config.json").write_text(json.dumps(both))
     assert read_quantisation(tmp_path)["quant_method"] == "mlx"
-    assert stored_as(tmp_path) == held
+    assert name_stored_format(tmp_path) == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
         refuse_folder(tmp_path)
@@ -266,7 +270,7 @@ def test_a_stream_of_bits(bits: int, group: int, output: str) -> None:
     one, other = {"bits": bits, "group_size": group}, {"bits": 4, "group_size": 8}
     rules: dict[str, Any] = {"default": one, "module": {"a": one}, "inside": {"b": one}}
     entries = {name: entry_of(tensor) for name, tensor in own.items()}
-    format = stored_format("a.weight", entries, other | rules[output])
+    format = find_stored_format("a.weight", entries, other | rules[output])
     assert format is not None
     assert (format.bits, format.block) == (bits, group)
     parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}
@@ -287,7 +291,7 @@ def test_nvfp4_stays() -> None:
         format = checkpoint.format(name)
         assert format is not None
         assert format.kept is NVFP4
-        parts = checkpoint.kept_parts(name)
+        parts = checkpoint.read_kept_parts(name)
         assert (parts["_scale_2"] == 1) == ("experts" not in name)
         decoded, near = checkpoint.read(name), 2.0**-22 if "experts" in name else 0
         torch.testing.assert_close(NVFP4.decode(parts), decoded, rtol=near, atol=0)

@@ -28,7 +28,7 @@ from mtpbuild.builder.forecast.weights import (
     sum_portions,
 )
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
-from mtpbuild.builder.models.common.rope import inverse_frequencies, softmax_scale
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 from mtpbuild.builder.models.mimo.config import MimoConfig
@@ -231,7 +231,7 @@ YARN = {
 def test_yarn(name: str) -> None:
     config = config_of(name)
     assert isinstance(config, DeepseekV3Config)
-    frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
+    frequencies = compute_inverse_frequencies(config.rope, config.qk_rope_head_dim)
     for i, value in YARN[name].items():
         assert frequencies[i].item() == pytest.approx(value, rel=5e-6), i
 

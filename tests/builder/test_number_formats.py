@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.readable import refuse_folder, stored_as
-from mtpbuild.builder.formats import FORMATS, METHODS, Entry, refuse_too_large, stored_format
+from mtpbuild.builder.checkpoint.readable import name_stored_format, refuse_folder
+from mtpbuild.builder.formats import FORMATS, METHODS, Entry, find_stored_format, refuse_too_large
 from mtpbuild.builder.formats.fp8 import FP8
-from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, coarse_blocks
+from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, count_coarse_blocks
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -120,11 +120,11 @@ def test_int8_bytes() -> None:
 def test_older_integers(bits: int, width: int) -> None:
     """Our checkpoints once had scales in fp32: they are read as what they are."""
     stored = {"w": Entry("U8", (3, 2, width)), "w_scale": Entry("F32", (3, 2))}
-    format = stored_format("w", stored)
+    format = find_stored_format("w", stored)
     assert format is WIDE[bits]
     assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
     stored["w_scale"] = Entry("F16", (3, 2))
-    assert stored_format("w", stored) is format.kept is (INT4 if bits == 4 else INT8)
+    assert find_stored_format("w", stored) is format.kept is (INT4 if bits == 4 else INT8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -176,8 +176,8 @@ def test_fitted_scales_that_are_subnormal() -> None:
 @pytest.mark.parametrize("format", [INT4, INT8])
 def test_coarse_blocks_are_counted(format: Integers) -> None:
     _, parts, scales, _ = weight_of_small_blocks(format)
-    assert coarse_blocks(parts["_scale"]) == (scales.abs() < 2.0**-21).sum()
-    assert coarse_blocks(encode(format, torch.zeros(2, 64))["_scale"]) == 0
+    assert count_coarse_blocks(parts["_scale"]) == (scales.abs() < 2.0**-21).sum()
+    assert count_coarse_blocks(encode(format, torch.zeros(2, 64))["_scale"]) == 0
 
 
 def weight_of_small_blocks(format: Integers) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
@@ -350,9 +350,9 @@ def test_settings_of_any_type_are_read_or_refused(method: str, tmp_path: Path) -
             except CheckpointError:
                 refused += 1
                 continue
-            stored_as(tmp_path)
-            stored_format("x.weight", entries, settings)
-            stored_format("y.weight", entries, settings)
+            name_stored_format(tmp_path)
+            find_stored_format("x.weight", entries, settings)
+            find_stored_format("y.weight", entries, settings)
             read += 1
     assert read + refused == len(KEYS.split()) * len(ODD)
     assert read or method in ("modelopt", "fp8"), "these need a key that is right"

@@ -21,7 +21,7 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.builder.targets.lower_inductor import info
-from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.targets.passes.gpu_graph import name_op
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
 from mtpbuild.runtime.contract.targets import find_target
@@ -50,7 +50,7 @@ def sums(graph: TracedProgram) -> tuple[list[Tensor], list[Tensor]]:
     """Return what is summed by one-shot sums, and what by NCCL."""
     found: dict[str, list[Tensor]] = {"sum_of_ranks": [], "all_reduce": []}
     for node in graph.exported.graph.nodes:
-        if (name := op_name(node).partition("::")[2]) in found:
+        if (name := name_op(node).partition("::")[2]) in found:
             found[name].append(node.args[0].meta["val"])
     return found["sum_of_ranks"], found["all_reduce"]
 
@@ -61,7 +61,7 @@ def test_a_step_of_few_slots() -> None:
     graph = traced(1, max_batch=4)
     own, others = sums(graph)
     assert (len(own), len(others)) == (9, 0), "four of a pass, and a draft's projection"
-    calls = Counter(op_name(node) for node in graph.exported.graph.nodes)
+    calls = Counter(name_op(node) for node in graph.exported.graph.nodes)
     assert "_c10d_functional::wait_tensor" not in calls
     peers = graph.exported.state_dict[f"model.{PEERS}"]
     assert (peers.shape, peers.dtype) == ((3,), torch.int64)

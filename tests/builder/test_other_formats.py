@@ -59,7 +59,9 @@ ROW_PAIRS = modelopt.RowPairs._values
 BUGS: dict[str, tuple[Patch, str]] = {
     "AWQ's nibbles in sequence": (replaced(awq, "ORDER", (*range(8),)), "autoawq"),
     "auto-round's AWQ as GPTQ": (replaced(awq, "is_awq", lambda settings: False), "auto_round_awq"),
-    "zero points of version 2": (replaced(gptq, "version_of", lambda said: 2), "auto_round_gptq"),
+    "zero points of version 2": (
+        replaced(gptq, "find_gptq_version", lambda said: 2), "auto_round_gptq",
+    ),
     "groups of the wrong end": (
         wrapped(gptq, "unpack_words", changed(lambda codes: codes.flip(-1))), "auto_round_gptq",
     ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.targets.passes.gpu_graph import name_op
 from mtpbuild.plugins import matmul_scaled, mla_queries, mla_rows_write
 from tests.support.gpu_steps import ON_GPU, with_kernels
 from tests.support.kernels import random_scaled
@@ -53,7 +53,7 @@ def test_who_sums(read_twice: bool) -> None:
     lowered = with_kernels(
         TracedProgram("part", torch.export.export(model, operands), (), (), plan)
     )
-    calls = [op_name(node).removeprefix("mtpbuild_triton::") for node in lowered.graph.nodes]
+    calls = [name_op(node).removeprefix("mtpbuild_triton::") for node in lowered.graph.nodes]
     first = "matmul_scaled" if read_twice else "matmul_scaled_parts"
     assert [name for name in calls if name.startswith("m")] == [
         *(first, "mla_rows_write", "matmul_scaled_parts", "mla_queries")

@@ -117,7 +117,7 @@ def test_it_is_built_by_its_name(
     assert (manifest.build.weights, manifest.build.drafter) == ("int4", "mtp-eagle")
     with Engine.load(engine, threads=1) as loaded:
         assert loaded.tokenizer is not None
-        ends = list(map(loaded.tokenizer.special_name, manifest.model.eos_token_ids))
+        ends = list(map(loaded.tokenizer.find_special_name, manifest.model.eos_token_ids))
     assert ends == ["<|endoftext|>", "<|im_end|>"]
     code, out, err = invoke("run", "--engine", engine, "--chat", "hello", "--max-tokens", "9")
     assert code == 0

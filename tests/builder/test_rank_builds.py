@@ -15,7 +15,7 @@ import pytest
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.compiler.build import BuiltEngine, build
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.compiler.fingerprint import fingerprint, identities
+from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.stages import Stages
@@ -25,13 +25,13 @@ from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     WEIGHTS,
     check_files,
-    engine_folders,
-    rank_name,
+    list_engine_folders,
+    name_rank,
     read_manifest,
 )
 from mtpbuild.runtime.contract.targets import target_names
 from mtpbuild.runtime.errors import BuildError, EngineFileError
-from mtpbuild.runtime.group.start import own_folders, start_ranks
+from mtpbuild.runtime.group.start import find_own_folders, start_ranks
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.compiler import needs_compiler
 from tests.support.fake_target import quick_target
@@ -81,7 +81,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def assert_whole(folder: Path, *ranks: int) -> None:
     """Check that these ranks are there, all as it was built, and nothing else is."""
     manifest = read_manifest(folder)
-    found = list(engine_folders(folder, manifest))
+    found = list(list_engine_folders(folder, manifest))
     assert [own.rank for _, own in found] == [None, *ranks]
     for part, own in found:
         check_files(part, own, verify_hashes=True)
@@ -202,11 +202,11 @@ def test_what_is_not_there(
         assert (code, err) == (0, "")
         assert_whole(out, *range(TP))
         assert "of 4 ranks" not in text
-        shutil.rmtree(out / rank_name(2))
+        shutil.rmtree(out / name_rank(2))
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineFileError, match=r"engine: rank 2 is missing \(of 4\)"):
-        list(own_folders(out, read_manifest(out)))
+        list(find_own_folders(out, read_manifest(out)))
 
 
 @needs_compiler
@@ -239,7 +239,7 @@ def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
     config = parse_layers("0-0").of(load_config(checkpoint))
     plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
     target, slices = load_target("onnxruntime"), map(parse_layers, ("0-0", "1-1"))
-    prints = {fingerprint(identities(checkpoint), plan, target, layers) for layers in slices}
+    prints = {fingerprint(hash_files(checkpoint), plan, target, layers) for layers in slices}
     assert len(prints) == 2
 
 
@@ -249,7 +249,7 @@ def test_versions_of_the_targets_own_packages_count(
 ) -> None:
     """An engine of target onnxruntime stays as it is when TensorRT is upgraded."""
     plan, target = Plan(load_config(checkpoint), 1, "mtp-eagle", 1, 64, 16), load_target(name)
-    before = fingerprint(identities(checkpoint), plan, target)
+    before = fingerprint(hash_files(checkpoint), plan, target)
     every = {package for other in target_names() for package in load_target(other).packages}
 
     def upgrade(upgraded: str, package: str) -> str:
@@ -258,7 +258,7 @@ def test_versions_of_the_targets_own_packages_count(
     for upgraded in every:
         with monkeypatch.context() as patch:
             patch.setattr(f"{fingerprint.__module__}.version", partial(upgrade, upgraded))
-            changes = fingerprint(identities(checkpoint), plan, target) != before
+            changes = fingerprint(hash_files(checkpoint), plan, target) != before
         assert changes == (upgraded in target.packages), upgraded
 
 

@@ -194,7 +194,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     again = request_and_build(checkpoint, engine, tp=2)
     assert again.unchanged
     files = {p for p in engine.rglob("*") if p.is_file() and p.name != MANIFEST}
-    assert sum(again.file_sizes()) == sum(p.stat().st_size for p in files)
+    assert sum(again.list_file_sizes()) == sum(p.stat().st_size for p in files)
     code, out, _ = invoke("inspect", engine)
     assert code == 0
     assert re.search(r"ranks +2\b", out)

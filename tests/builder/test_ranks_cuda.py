@@ -212,14 +212,14 @@ def test_a_follower_without_its_gpu(engine: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert ranks_module.own_gpu() == 3
+    assert ranks_module.find_own_gpu() == 3
     says = r"^GPU 3 is asked for, torch finds 2 \(numbered from 0\)$"
     with torch_finds(2), pytest.raises(EngineError, match=says):
         Gpu(3)
     for text in ("", "first", "-1"):
         monkeypatch.setenv("LOCAL_RANK", text)
         with pytest.raises(EngineError, match=f"which GPU this rank takes, not '{text}': start"):
-            ranks_module.own_gpu()
+            ranks_module.find_own_gpu()
 
 
 def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ import pytest
 from mtpbuild.builder.checkpoint.shards import INDEX
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import (
-    default_target,
+    choose_default_target,
     find_model,
     find_recipe,
-    instead_of,
     load_recipes,
     name_model,
+    suggest_instead_of,
 )
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.runtime.contract.targets import target_names
@@ -61,7 +61,7 @@ def test_each_has_a_configuration_a_layout_and_a_source() -> None:
 )
 def test_names_as_people_type_them(typed: str) -> None:
     assert name_model(typed).name == "qwen3.5-4b"
-    assert default_target(typed) == "onnxruntime"
+    assert choose_default_target(typed) == "onnxruntime"
 
 
 def test_a_folder_of_a_models_name(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_a_folder_of_a_models_name(tmp_path: Path) -> None:
 def test_what_they_are_built_for(tmp_path: Path) -> None:
     built = find_recipe("deepseek-r1-fp4")
     assert built is not None
-    assert (built.engine, default_target(built.name)) == ("r1", "tensorrt")
+    assert (built.engine, choose_default_target(built.name)) == ("r1", "tensorrt")
     for other in ("deepseek-tiny", "deepseek-r1", str(tmp_path)):
-        assert default_target(other) == "onnxruntime"
+        assert choose_default_target(other) == "onnxruntime"
 
 
 def test_without_weights() -> None:
@@ -138,7 +138,7 @@ def test_a_name_is_a_recipe_a_folder_or_a_repository(tmp_path: Path) -> None:
     """A folder wins over a repository, and a recipe names its repository."""
     named = name_model("deepseek-ai/DeepSeek-R1")
     assert (named.name, named.engine) == ("deepseek-r1", "r1_fp8")
-    assert default_target("nvidia/DeepSeek-R1-FP4") == "tensorrt"
+    assert choose_default_target("nvidia/DeepSeek-R1-FP4") == "tensorrt"
     named = name_model("some/Model-1.5")
     assert (named.name, named.engine, named.repository) == (
         "some/Model-1.5",
@@ -178,6 +178,6 @@ def test_a_repository_that_is_not_here() -> None:
     ],
 )
 def test_what_may_be_built_instead(name: str, made_from: tuple[str, ...], says: str) -> None:
-    found = instead_of(name, made_from)
+    found = suggest_instead_of(name, made_from)
     assert found.startswith(says)
     assert bool(found) == bool(says)

@@ -19,7 +19,7 @@ from mtpbuild.builder.verify.verify import run_check
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.contract.rules import BUILT_IN, rules_of
+from mtpbuild.runtime.contract.rules import BUILT_IN, list_rules_of
 from mtpbuild.runtime.errors import UsageError
 from tests.support import installed, thrifty
 from tests.support.bench_samples import small_tokens, write_lines
@@ -92,8 +92,8 @@ def test_a_model_that_is_run_has_an_engine_with_the_rule() -> None:
         make_engine("deepseek-tiny", True, ("colour",))
     plain, own = (make_engine("deepseek-tiny", True, rules) for rules in ((), ("thrifty",)))
     assert plain != own
-    assert rules_of(read_manifest(plain)) == []
-    assert rules_of(read_manifest(own)) == ["thrifty"]
+    assert list_rules_of(read_manifest(plain)) == []
+    assert list_rules_of(read_manifest(own)) == ["thrifty"]
     assert make_engine("deepseek-tiny", False, ("thrifty",)) == own
 
 

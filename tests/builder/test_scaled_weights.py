@@ -36,7 +36,7 @@ from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, FloatType, read_manifest
-from mtpbuild.runtime.contract.state import layer_rows
+from mtpbuild.runtime.contract.state import name_layer_rows
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
@@ -95,7 +95,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     width = family_of(model.config).cache_widths(model.config, ALONE)[0]
     caches = [torch.zeros(1, 1, 9, width, dtype=kind) for _ in range(3)]
     rows = model.rope(start, 5)
-    hidden, _ = model(tokens, {layer_rows(i): caches[i] for i in range(2)}, rows)
+    hidden, _ = model(tokens, {name_layer_rows(i): caches[i] for i in range(2)}, rows)
     module: Any = model.mtp[0]
     drafted, _ = module(module.join(model.embed(tokens), hidden, rows), caches[2], rows)
     return [model.logits(hidden), model.logits(module.norm(drafted))]

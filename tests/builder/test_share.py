@@ -21,7 +21,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import DrafterName, Plan
-from mtpbuild.builder.plan.recipe import recipe_folder
+from mtpbuild.builder.plan.recipe import find_recipe_folder
 from mtpbuild.plugins.accept_rewind import op
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
@@ -277,7 +277,7 @@ def test_sizes_that_do_not_split(changes: dict[str, Any], says: str) -> None:
 
 def test_deepseek_v3_on_eight_ranks() -> None:
     """The sizes of what each of eight ranks holds, counted by hand."""
-    c = load_config(recipe_folder() / "deepseek_v3")
+    c = load_config(find_recipe_folder() / "deepseek_v3")
     for ep in (1, 2, 4, 8):
         check_ranks(c, Ranks(8, ep))
     share = Share(Ranks(8, 8), 3)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from mtpbuild.builder.compiler.step_counts import temporary_bytes
+from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
 from mtpbuild.builder.program.trace import TracedProgram
 
 HEADS, WIDTH, ROWS, TOKENS = 4, 8, 512, 96
@@ -34,5 +34,5 @@ def test_scores_and_keys_of_the_largest_prompt() -> None:
     example = torch.zeros(HEADS, 7, 16), torch.zeros(13, WIDTH)
     exported = torch.export.export(Attention(), example, dynamic_shapes=sizes)
     plan: Any = SimpleNamespace()
-    found = temporary_bytes(TracedProgram("prefill", exported, (), (), plan))
+    found = count_temporary_bytes(TracedProgram("prefill", exported, (), (), plan))
     assert found == 4 * HEADS * (2 * TOKENS * ROWS + 32 * ROWS)

@@ -28,7 +28,7 @@ from mtpbuild.builder.targets import (
     tensorrt_rtx,
 )
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
-from mtpbuild.builder.targets.trt_compile import new_config
+from mtpbuild.builder.targets.trt_compile import make_compiler_config
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import (
@@ -496,8 +496,8 @@ class TestTargetTensorRt:
         network.model = onnx.parser.parse_model(
             '<ir_version: 10, opset_import: ["": 24]> g (float[2] x) => (float[2] y) { y = Abs(x) }'
         )
-        plain = new_config(trt, builder, network, cheap_plan())  # type: ignore[arg-type]
-        quick = new_config(trt, builder, network, cheap_plan(), fast=True)  # type: ignore[arg-type]
+        plain = make_compiler_config(trt, builder, network, cheap_plan())  # type: ignore[arg-type]
+        quick = make_compiler_config(trt, builder, network, cheap_plan(), fast=True)  # type: ignore[arg-type]
         levels = plain.builder_optimization_level, quick.builder_optimization_level
         assert levels == (3, 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.targets.trt_compile import timing_cache, timing_cache_path
+from mtpbuild.builder.targets.trt_compile import find_timing_cache, keep_timing_cache
 
 TRT: Any = SimpleNamespace(__version__="11.0.0.114")
 
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def known_to_a_build(capability: str = "9.0") -> bytes:
     config = Config()
-    with timing_cache(TRT, config, capability):
+    with keep_timing_cache(TRT, config, capability):
         return config.known
 
 
@@ -54,21 +54,21 @@ def test_a_build_knows_what_earlier_ones_measured(cache: Path) -> None:
 @pytest.mark.parametrize("there", [b"damaged", b"another GPU's"])
 def test_what_does_not_fit_is_replaced(there: bytes, cache: Path) -> None:
     cache.mkdir()
-    timing_cache_path("11.0.0.114", "9.0").write_bytes(there)
+    find_timing_cache("11.0.0.114", "9.0").write_bytes(there)
     assert known_to_a_build() == b""
-    assert timing_cache_path("11.0.0.114", "9.0").read_bytes() == b"+"
+    assert find_timing_cache("11.0.0.114", "9.0").read_bytes() == b"+"
 
 
 def test_a_build_that_fails_leaves_it_alone(cache: Path) -> None:
     known_to_a_build()
-    with pytest.raises(ZeroDivisionError), timing_cache(TRT, Config(), "9.0"):
+    with pytest.raises(ZeroDivisionError), keep_timing_cache(TRT, Config(), "9.0"):
         _ = 1 / 0
-    assert timing_cache_path("11.0.0.114", "9.0").read_bytes() == b"+"
+    assert find_timing_cache("11.0.0.114", "9.0").read_bytes() == b"+"
     assert len(list(cache.iterdir())) == 1
 
 
 def test_no_place_for_it_is_a_note(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_text("a file where the folder should be")
     assert known_to_a_build() == b""
-    path = timing_cache_path("11.0.0.114", "9.0")
+    path = find_timing_cache("11.0.0.114", "9.0")
     assert set(caplog.messages) == {f"note: no timing cache at {path} (File exists)"}

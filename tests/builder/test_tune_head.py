@@ -19,7 +19,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.tune import training, tune_head
 from mtpbuild.builder.tune.chains import run_chain
-from mtpbuild.builder.tune.training import Batch, Trainer, Training, backward, batches_of
+from mtpbuild.builder.tune.training import Batch, Trainer, Training, backward, make_model_batches
 from mtpbuild.builder.tune.tune_head import REPORT, write_head
 from mtpbuild.builder.verify.quality import acceptance_length
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -140,7 +140,7 @@ def trainer_of(
         with torch.no_grad():
             save_file({"hidden": plain.main(tokens)}, files[-1])
     model = StreamedModel(checkpoint, checkpoint.settle(load_config(folder)), batches)
-    rows = batches_of(model, [PROMPT - 1] * len(texts), files)
+    rows = make_model_batches(model, [PROMPT - 1] * len(texts), files)
     return Trainer(model, [*rows] * 10, how, state, watch)
 
 
@@ -283,7 +283,7 @@ def test_what_no_machine_has_and_no_module_can(
     """Memory is said before anything is built; modules that choose rows make one draft."""
     folder, plain = forgetful(tmp_path)
     command = ("tune-head", "--data", data_of(tmp_path), "--out", tmp_path / "head", "--model")
-    monkeypatch.setattr(tune_head, "physical_memory", lambda: 10**6)
+    monkeypatch.setattr(tune_head, "measure_memory", lambda: 10**6)
     output = refusal(*command, folder)
     assert "MB of memory, and this machine has 1.00 MB: --lora 16 takes less" in output
     glm = save_family(tmp_path / "glm", "glm-5", make_family("glm-5"))

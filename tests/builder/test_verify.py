@@ -24,7 +24,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, VerifyCase
-from mtpbuild.builder.verify.distribution import EXPECTED, chi_square_p_value, fit_prefixes
+from mtpbuild.builder.verify.distribution import EXPECTED, compute_chi_square_p_value, fit_prefixes
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.verify.verify import run_check, summarise_checks
 from mtpbuild.runtime import Engine, SamplingParams
@@ -285,9 +285,9 @@ def test_a_shorter_text_is_another_text() -> None:
 def test_chi_square() -> None:
     """Table values of the 5 % and the 0.1 % point."""
     for freedom, five, thousandth in ((1, 3.841, 10.828), (2, 5.991, 13.816), (9, 16.919, 27.877)):
-        assert chi_square_p_value(five, freedom) == pytest.approx(0.05, rel=1e-3)
-        assert chi_square_p_value(thousandth, freedom) == pytest.approx(0.001, rel=1e-3)
-    assert chi_square_p_value(0, 3) == 1
+        assert compute_chi_square_p_value(five, freedom) == pytest.approx(0.05, rel=1e-3)
+        assert compute_chi_square_p_value(thousandth, freedom) == pytest.approx(0.001, rel=1e-3)
+    assert compute_chi_square_p_value(0, 3) == 1
 
 
 def test_prefixes_partition_all_texts() -> None:

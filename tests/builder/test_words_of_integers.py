@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.formats import Format, own_name, stored_format
+from mtpbuild.builder.formats import Format, find_stored_format, own_name
 from mtpbuild.builder.formats.format import entry_of
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.models import load_config
@@ -29,7 +29,7 @@ def test_what_packages_write(name: str) -> None:
         assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
         assert format is not None
         assert format.kept is (INT4 if name == "auto_round_gptq" else MOVED[4])
-        kept = format.kept.decode(checkpoint.kept_parts(weight))
+        kept = format.kept.decode(checkpoint.read_kept_parts(weight))
         assert torch.equal(kept.view_as(read), read)
 
 
@@ -48,7 +48,7 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
     tensors |= {"scales": scales, "g_idx": order.int()}
     own = {own_name(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32} | said
-    format = stored_format("x.weight", {n: entry_of(t) for n, t in own.items()}, settings)
+    format = find_stored_format("x.weight", {n: entry_of(t) for n, t in own.items()}, settings)
     assert format is not None
     return format, {s: own[f"x.weight{s}"] for s in format.suffixes}, codes, scales
 

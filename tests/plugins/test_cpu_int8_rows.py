@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.plan.plan import int8_width
+from mtpbuild.builder.plan.plan import count_int8_width
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows_write, mla_packed, mla_rows_write
 from mtpbuild.plugins.cpu.layout import pack_floats
 from mtpbuild.plugins.int8_rows import blocks_of, read_rows, round_rows
@@ -132,7 +132,7 @@ def check_rows(op: str, given: Given, sections: list[int], definition: Any, **ho
     """Check that rows are an fp32 cache's, rounded, and the definition's but for a last bit."""
     (B, T), S = given["a"].shape[:2], 9
     starts = np.array([0, S - T])
-    cache = np.zeros((B, 1, S, int8_width(sum(sections), sections)), np.int8)
+    cache = np.zeros((B, 1, S, count_int8_width(sum(sections), sections)), np.int8)
     q, fresh, held = run(
         f"{op}Int8", given | {"cache": cache, "start": starts}, (F, F, np.int8), 2, **how
     )
@@ -183,7 +183,7 @@ def test_rounding(size: float) -> None:
     given |= {"cache": np.zeros((1, 1, 2, 88), np.int8), "start": np.array([1])}
     how = {"heads": 0, "groups": 1, "width": 40, "epsilon": 1e-6, "plus_one": 0}
     _, _, held = run("GroupedRowsInt8", given, (F, F, np.int8), 1, **how)
-    assert held.shape[-1] == int8_width(80, [40])
+    assert held.shape[-1] == count_int8_width(80, [40])
     again = rounded(small, [40, 40])
     assert held[0, 0, 1, :80].tobytes() == again[0, 0, :80].tobytes()
     assert finite(held[0, 0]).all(-1).tolist() == [True, bool(size < 9e6)]

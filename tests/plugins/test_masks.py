@@ -125,7 +125,7 @@ def constraints(bug: Bug) -> dict[tuple[int, ...], Constraint]:
     for count in range(K + 1):
         for newest, *drafts in product(range(V), repeat=count + 1):
             matcher = GrammarMatcher(ToyMatcher(newest), (), K + 1, 1, GREEDY)  # type: ignore[arg-type]
-            found[newest, *drafts] = bug(matcher.next_constraint(drafts))
+            found[newest, *drafts] = bug(matcher.make_next_constraint(drafts))
     return found
 
 

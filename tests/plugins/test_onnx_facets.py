@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.targets.onnx_graph import OPSET
-from mtpbuild.builder.targets.quick_export import quick_export
+from mtpbuild.builder.targets.quick_export import export_quickly
 from mtpbuild.plugins import (
     NODE_FACETS,
     accept_rewind,
@@ -61,7 +61,7 @@ class Facet:
         shapes = tuple((varying or {}).get(i) for i in range(len(example)))
         for noisy in ("torch.onnx", "onnx_ir"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
-        with warnings.catch_warnings(), torch.no_grad(), quick_export():
+        with warnings.catch_warnings(), torch.no_grad(), export_quickly():
             warnings.simplefilter("ignore")
             exported = torch.export.export(Calls(op), tuple(example), dynamic_shapes=(shapes,))
             program = torch.onnx.export(

@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.programs import (
     Ints,
     Piece,
     StepOutput,
-    program_name,
+    name_program,
 )
 
 
@@ -78,7 +78,7 @@ class EagerPrograms:
         self.tensors["window"][slot, 0] = newest
 
     def draft(self, nextn: int) -> None:
-        self.step_program = self.programs[program_name(PLAIN, nextn, self.plan.nextn)]
+        self.step_program = self.programs[name_program(PLAIN, nextn, self.plan.nextn)]
 
     def move(self, source: int, target: int) -> None:
         for tensor in self.tensors.values():

@@ -14,7 +14,7 @@ from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, cont
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Dimension, Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import StepOutput
-from mtpbuild.runtime.contract.state import rows_spec, step_spec
+from mtpbuild.runtime.contract.state import make_rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import inductor_ranks
@@ -25,7 +25,7 @@ from tests.support.fakes import fake_manifest
 AnyPrograms = CpuAttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
-    rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 4)),  # 16 bytes, as compiled code wants
+    make_rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 4)),  # 16 bytes, aligned
     step_spec("lengths", "int64", (SLOTS,)), step_spec("window", "int64", (SLOTS, WINDOW)),
     step_spec("num_drafts", "int64", (SLOTS,)), step_spec("thinking", "bool", (SLOTS,)),
 )  # fmt: skip

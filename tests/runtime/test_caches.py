@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CacheType
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.contract.state import StateSpec, rows_spec
+from mtpbuild.runtime.contract.state import StateSpec, make_rows_spec
 from mtpbuild.runtime.programs.host_slots import (
     GROWTH,
     ROW_STEP,
@@ -24,7 +24,7 @@ SLOTS, CAPACITY = 4, 1000
 
 
 def spec(slots: int, rows: int, width: int = 4) -> StateSpec:
-    return rows_spec("kv.0", "layers.0", "float32", (slots, 1, rows, width))
+    return make_rows_spec("kv.0", "layers.0", "float32", (slots, 1, rows, width))
 
 
 def held(caches: PackedCaches, slot: int) -> NDArray[np.float32]:
@@ -72,7 +72,7 @@ def test_slots_keep_their_rows_when_all_get_more() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_no_nan_is_left_behind_a_slot(dtype: CacheType) -> None:
     """Wherever its rows have lain; what other slots' rows hold stays."""
-    caches = PackedCaches([rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))])
+    caches = PackedCaches([make_rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))])
     (flat,) = caches._flat.values()
     damaged = {"float32": np.nan, "bfloat16": 0x7FC0, "int8": -128}[dtype]
     for slot in range(SLOTS):
@@ -164,7 +164,7 @@ def test_moves_between_packed_and_parked_slots() -> None:
 @pytest.mark.parametrize("where", ["packed", "host", "GPU"])
 def test_rows_are_written_and_read(where: str, dtype: CacheType) -> None:
     """In pieces, of which first rows are taken; other slots keep theirs."""
-    specs = [rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))]
+    specs = [make_rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))]
     memory: Memory = FakeGpu() if where == "GPU" else HostMemory()
     caches = PackedCaches(specs) if where == "packed" else Caches(specs, memory)
     kind = host_type(dtype)

@@ -218,7 +218,7 @@ def decoded(theirs: Any, ids: list[int]) -> str:
 def test_the_templates_use_the_tokens(pair: Pair) -> None:
     """Markers are single tokens in both, so that the comparisons above compare something."""
     ids = pair.ours.encode(pair.ours.chat_prompt(CALLS, tools=[WEATHER]), add_special_tokens=False)
-    specials = [name for id in ids if (name := pair.ours.special_name(id))]
+    specials = [name for id in ids if (name := pair.ours.find_special_name(id))]
     added = set(pair.theirs.get_added_vocab().values())
     assert len(added.intersection(ids)) >= 3
     assert specials

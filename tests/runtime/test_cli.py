@@ -221,7 +221,7 @@ def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Pat
     with Engine.load(engine_dir) as engine:
         (request,) = read_requests(path, engine, SamplingParams(max_tokens=1))
         assert engine.tokenizer is not None
-        text = b"".join(map(engine.tokenizer.token_bytes, request.token_ids)).decode()
+        text = b"".join(map(engine.tokenizer.decode_token, request.token_ids)).decode()
     got = json.loads(text)
     assert got[0] == [
         messages[0] | {"content": "", "thinking": "r"},

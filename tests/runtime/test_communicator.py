@@ -101,7 +101,7 @@ def test_no_library() -> None:
     missing = failing(ctypes, "CDLL", OSError("libnccl.so.2: cannot open"))
     says = r"need NCCL \(libnccl.so.2\): pip install nvidia-nccl-cu13"
     with missing, pytest.raises(MissingDependencyError, match=says):
-        communicator.nccl_library()
+        communicator.load_nccl()
 
 
 def test_a_gpu_of_several(gpu: FakeCuda) -> None:

@@ -9,10 +9,10 @@ from mtpbuild.runtime.configuration.settings import (
     Configuration,
     check_engine,
     join,
+    list_relaxed_notes,
     name_source,
-    relaxed_notes,
-    requested_ranks,
-    sampling_settings,
+    read_requested_ranks,
+    read_sampling_settings,
 )
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
@@ -45,7 +45,7 @@ def test_the_first_key_that_is_not_supported_is_named() -> None:
     ],
 )  # fmt: skip
 def test_what_a_request_is_told(settings: Configuration, keywords: dict[str, object]) -> None:
-    assert sampling_settings(settings) == keywords
+    assert read_sampling_settings(settings) == keywords
 
 
 def test_sources_are_joined() -> None:
@@ -77,11 +77,13 @@ def test_contradictions_name_both(one: Configuration, two: Configuration, line: 
 
 def test_relaxed_values_that_nothing_switches_on() -> None:
     given = {"relaxed_topk": 10, "end_thinking_phase_token": 7}
-    assert relaxed_notes(given) == [
+    assert list_relaxed_notes(given) == [
         "relaxed_topk: no effect without use_relaxed_acceptance_for_thinking",
         "end_thinking_phase_token: no effect without use_relaxed_acceptance_for_thinking",
     ]
-    assert relaxed_notes({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 3}) == []
+    assert (
+        list_relaxed_notes({"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 3}) == []
+    )
 
 
 def test_an_engine_is_what_it_is() -> None:
@@ -105,13 +107,13 @@ def test_an_engine_is_what_it_is() -> None:
      ({"tp": 8, "moe_tp": 2, "ep": 4, "attention_dp": False}, Ranks(8, 4))],
 )  # fmt: skip
 def test_ranks(settings: Configuration, ranks: Ranks) -> None:
-    assert requested_ranks(settings) == ranks
+    assert read_requested_ranks(settings) == ranks
 
 
 def test_ranks_that_contradict() -> None:
     says = r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
     with pytest.raises(UsageError, match=says):
-        requested_ranks({"tp": 8, "moe_tp": 3})
+        read_requested_ranks({"tp": 8, "moe_tp": 3})
     build = fake_manifest().build.model_copy(update={"tp": 4, "ep": 2})
     check_engine({"tp": 4, "ep": 2, "moe_tp": 2, "attention_dp": False}, build)
     for name, wanted, built in (("tp", 8, 4), ("ep", 4, 2), ("moe_tp", 1, 2)):

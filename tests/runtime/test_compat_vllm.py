@@ -8,7 +8,7 @@ import pytest
 from mtpbuild.runtime.configuration.read import parse_speculative_config
 from mtpbuild.runtime.configuration.settings import Configuration
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling.synthetic import synthetic_rates
+from mtpbuild.runtime.sampling.synthetic import choose_synthetic_rates
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
 ALIASES = [
@@ -161,7 +161,7 @@ def test_synthetic_rates_and_nextn_of_one_configuration() -> None:
     [(1, (0, 0, 0)), (1.25, (0.25, 0, 0)), (2, (1, 0, 0)), (3.5, (1, 1, 0.5)), (4, (1, 1, 1))],
 )
 def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ...]) -> None:
-    assert synthetic_rates(None, length, 3) == wanted
+    assert choose_synthetic_rates(None, length, 3) == wanted
     assert 1 + sum(wanted) == length
 
 

@@ -50,12 +50,12 @@ class Observer:
 
 
 class Grammar:
-    """Allows everything, and raises at `next_constraint` or at `take`."""
+    """Allows everything, and raises at `make_next_constraint` or at `take`."""
 
     def __init__(self, at: str) -> None:
         self.at, self.kept = at, 99
 
-    def next_constraint(self, drafts: Any) -> Constraint:
+    def make_next_constraint(self, drafts: Any) -> Constraint:
         if self.at == "ahead":
             raise Panic("index out of bounds")
         raise AssertionError("these programs take no constraint")
@@ -101,7 +101,7 @@ def plant(place: str, engine: Engine, programs: FakePrograms, request: Request) 
         case "hand out":
             request.observer = Observer("step")
         case "score":
-            return raise_once(loop_module, "_alternatives")
+            return raise_once(loop_module, "_list_alternatives")
         case "detokenise":
             return raise_once(request._text, "push", 3)
         case "follow":
@@ -230,7 +230,7 @@ def test_a_dead_thread_is_known() -> None:
 
     async def main() -> None:
         await ask()
-        engine._driver.between_steps = raise_always  # type: ignore[method-assign]
+        engine._driver.call_between_steps = raise_always  # type: ignore[method-assign]
         with contextlib.suppress(EngineError):  # the thread ends before this request or after it
             await asyncio.wait_for(ask(), 10)
         until(lambda: engine.failure)
@@ -301,7 +301,7 @@ def test_the_collector_ends_no_request_at_once() -> None:
             save(*given)
 
         programs.save_rows = collect  # type: ignore[method-assign,assignment]
-        engine._driver.between_steps(engine._loop.release)
+        engine._driver.call_between_steps(engine._loop.release)
         programs.save_rows = save  # type: ignore[method-assign]
         result = engine.generate(prompt, TWENTY)
         assert result.token_ids == continuation(prompt, 20)

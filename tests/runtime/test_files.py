@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import MANIFEST, MOST_MANIFEST, read_manifest
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.sampling.defaults import generation_defaults
+from mtpbuild.runtime.sampling.defaults import read_generation_defaults
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.engines import write_manifest
 from tests.support.invoke import invoke
@@ -81,7 +81,7 @@ def test_an_engine(kind: str, name: str, engine_dir: Path) -> None:
 def test_sampling_defaults_are_read_before_the_engine_is_checked(kind: str, tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     KINDS[kind][0](tmp_path / "engine" / "generation_config.json")
-    assert generation_defaults(tmp_path / "engine") == {}
+    assert read_generation_defaults(tmp_path / "engine") == {}
 
 
 @pytest.mark.usefixtures("fake_target")
@@ -116,7 +116,7 @@ def test_deep_configurations(engine_dir: Path) -> None:
     with pytest.raises(EngineError, match="nested too deeply"):
         Engine.load(engine_dir)
     (engine_dir / "generation_config.json").write_bytes(b"[" * 100_000)
-    assert generation_defaults(engine_dir) == {}
+    assert read_generation_defaults(engine_dir) == {}
 
 
 CHECKPOINT = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors")

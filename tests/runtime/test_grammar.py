@@ -107,7 +107,7 @@ def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) 
             if drafts[-1] not in good:
                 break
         drafts += rng.integers(16, VOCABULARY, 3 - len(drafts)).tolist()
-        window = grammar.next_constraint(drafts)
+        window = grammar.make_next_constraint(drafts)
         assert grammar.kept == window.kept
         assert window.drafts[: window.kept] == drafts[: window.kept]
         for row in range(4):
@@ -133,7 +133,7 @@ def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
     """A model's vocabulary may be wider: nobody can read those tokens."""
     wide = Grammars(manifest(vocabulary=VOCABULARY + 45), Tokenizer(backend), ABLE)
     free = StructuredOutputs(regex="(.|\n)*")
-    mask = wide.matcher(free, GREEDY).next_constraint([]).allowed[0]
+    mask = wide.matcher(free, GREEDY).make_next_constraint([]).allowed[0]
     assert mask.shape == (-(-(VOCABULARY + 45) // 32),)
     assert max(bits(mask)) < VOCABULARY
     assert not {0, THINK, END_OF_THOUGHT, 4, 5} & {*bits(mask)}, "special tokens are no text"
@@ -143,20 +143,20 @@ def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
 def test_a_thought_is_free(grammars: Grammars) -> None:
     """A thought's end may be a draft: rows behind it are masked, and tokens behind it count."""
     grammar = grammars.matcher(JSON, THINKING)
-    (brace,) = bits(grammars.matcher(JSON, GREEDY).next_constraint([]).allowed[0])
+    (brace,) = bits(grammars.matcher(JSON, GREEDY).make_next_constraint([]).allowed[0])
     everything = [-1] * (VOCABULARY // 32)
-    window = grammar.next_constraint([50, END_OF_THOUGHT, 51])
+    window = grammar.make_next_constraint([50, END_OF_THOUGHT, 51])
     assert window.allowed[:2].tolist() == [everything] * 2
     assert bits(window.allowed[2]) == [brace]
     assert window.drafts == [50, END_OF_THOUGHT, brace], "what is certain replaces a bad draft"
     assert window.kept == 2
-    closed = grammar.next_constraint([END_OF_THOUGHT, brace])
+    closed = grammar.make_next_constraint([END_OF_THOUGHT, brace])
     assert closed.allowed[0].tolist() == everything
     assert closed.drafts[:2] == [END_OF_THOUGHT, brace]
     assert len(closed.drafts) == 3
     for token in (50, 51, EOS, END_OF_THOUGHT):
         grammar.take(token)
-    assert grammar.next_constraint([]).drafts[0] == brace
+    assert grammar.make_next_constraint([]).drafts[0] == brace
     grammar.take(brace)
     with pytest.raises(RequestError, match="structured_outputs: "):
         grammar.take(brace)
@@ -165,7 +165,7 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
 def test_no_drafts_to_replace(backend: tokenizers.Tokenizer) -> None:
     """An engine of nextn 0 has one row, and nothing is forced ahead."""
     grammar = Grammars(manifest(nextn=0), Tokenizer(backend), ABLE).matcher(JSON, GREEDY)
-    window = grammar.next_constraint([])
+    window = grammar.make_next_constraint([])
     assert (window.drafts, window.kept, window.allowed.shape) == ([], 0, (1, VOCABULARY // 32))
 
 
@@ -205,7 +205,7 @@ def test_what_cant_be_followed(asked: dict[str, Any], says: str | None, grammars
     """One line with llguidance's reason, and soon."""
     began, output = time.process_time(), None
     try:
-        grammars.matcher(StructuredOutputs(**asked), GREEDY).next_constraint([])
+        grammars.matcher(StructuredOutputs(**asked), GREEDY).make_next_constraint([])
     except RequestError as error:
         output = str(error)
     assert (output is None) == (says is None)
@@ -281,17 +281,17 @@ def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
 def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
     """Each has a matcher of its own."""
     first, second = (grammars.matcher(JSON, GREEDY) for _ in range(2))
-    (brace,) = bits(first.next_constraint([]).allowed[0])
+    (brace,) = bits(first.make_next_constraint([]).allowed[0])
     first.take(brace)
-    assert bits(second.next_constraint([]).allowed[0]) == [brace]
-    assert bits(first.next_constraint([]).allowed[0]) != [brace]
+    assert bits(second.make_next_constraint([]).allowed[0]) == [brace]
+    assert bits(first.make_next_constraint([]).allowed[0]) != [brace]
 
 
 def test_json_has_no_white_space(grammars: Grammars, backend: tokenizers.Tokenizer) -> None:
     grammar: GrammarMatcher = grammars.matcher(JSON, GREEDY)
     output: list[int] = []
     for _ in itertools.count():
-        token = bits(grammar.next_constraint([]).allowed[0])[-1]
+        token = bits(grammar.make_next_constraint([]).allowed[0])[-1]
         if token == EOS:
             break
         output.append(token)
@@ -331,7 +331,7 @@ def test_anything_is_followed_or_refused(
     output, allowed = "", [0]
     try:
         matcher = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY)
-        window = matcher.next_constraint([7, 8])
+        window = matcher.make_next_constraint([7, 8])
         allowed = bits(window.allowed[0])
     except RequestError as error:
         output = str(error)

@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from mtpbuild.runtime import RequestError, StructuredOutputs
 from mtpbuild.runtime.constraints.grammar import _source
 from mtpbuild.runtime.constraints.json_patterns import translate_pattern
-from mtpbuild.runtime.constraints.json_rules import integer_pattern
-from mtpbuild.runtime.constraints.json_schema import object_schema
+from mtpbuild.runtime.constraints.json_rules import match_integers
+from mtpbuild.runtime.constraints.json_schema import make_object_schema
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
@@ -164,7 +164,7 @@ BOUND = st.integers(-(10**22), 10**22) | st.integers(-300, 300)
 def test_whole_numbers(ends: tuple[int, int], near: int, open_ends: str) -> None:
     least, most = sorted(ends)
     low, high = (None if open_ends in "<=" else least), (None if open_ends in ">=" else most)
-    pattern = re.compile(f"(?:{integer_pattern(low, high)})\\Z")
+    pattern = re.compile(f"(?:{match_integers(low, high)})\\Z")
     for number in (least + near, most + near, (least + most) // 2, 10 * most, 10 * least, near):
         fits = (low is None or number >= low) and (high is None or number <= high)
         assert bool(pattern.match(str(number))) == fits, (number, pattern.pattern)
@@ -178,11 +178,11 @@ def test_patterns_of_neither_syntax_stay() -> None:
 
 def test_arguments_are_objects() -> None:
     for given_schema in (None, True, {}, {"type": ["object", "null"]}, OBJECT):
-        assert object_schema(given_schema) == OBJECT
+        assert make_object_schema(given_schema) == OBJECT
     others: list[Any] = [{"type": "string"}, {"type": ["array"]}, False, []]
     for other in others:
         with pytest.raises(ValueError, match="parameters must be"):
-            object_schema(other)
+            make_object_schema(other)
 
 
 def random_schema(rng: np.random.Generator, depth: int) -> Any:

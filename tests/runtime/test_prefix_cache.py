@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.limits import Limits
-from mtpbuild.runtime.prefix_cache.cache import default_limit
+from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
 from mtpbuild.runtime.prefix_cache.tree import BLOCK, count_common
 from tests.support.fakes import continuation, fake_engine, fake_manifest
 
@@ -326,4 +326,4 @@ def test_the_default_size(
     monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.measure_limits", lambda: limits)
     manifest = fake_manifest(max_seq_len=60, width=1)
     build = manifest.build.model_copy(update={"tp": ranks})
-    assert default_limit(manifest.model_copy(update={"build": build})) == limit
+    assert choose_default_limit(manifest.model_copy(update={"build": build})) == limit

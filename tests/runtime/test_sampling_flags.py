@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
-from mtpbuild.runtime.cli.sampling_flags import RunFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.cli.sampling_flags import RunFlags, SamplingFlags, make_sampling_params
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, group_flags
 
@@ -58,21 +58,23 @@ def test_the_shared_flags(command: str) -> None:
 
 def test_params_are_those_of_flags_and_configuration() -> None:
     flags = SamplingFlags(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, seed=4)
-    params = sampling_params(flags, {"rejection_sample_method": "standard"}, max_tokens=7)
+    params = make_sampling_params(flags, {"rejection_sample_method": "standard"}, max_tokens=7)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 5, 0.9, 0.1)
     assert (params.seed, params.acceptance, params.max_tokens) == (4, "rejection", 7)
-    assert sampling_params(SamplingFlags(acceptance="rejection"), {}).acceptance != "strict"
+    assert make_sampling_params(SamplingFlags(acceptance="rejection"), {}).acceptance != "strict"
     with pytest.raises(UsageError, match="--acceptance strict contradicts"):
-        sampling_params(SamplingFlags(acceptance="strict"), {"rejection_sample_method": "standard"})
+        make_sampling_params(
+            SamplingFlags(acceptance="strict"), {"rejection_sample_method": "standard"}
+        )
     rates = SamplingFlags(rejection_sample_method="synthetic", synthetic_acceptance_rates="0.9,0.5")
     output = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": (0.9, 0.5)}
-    for each in (sampling_params(rates, {}), sampling_params(rates, output)):
+    for each in (make_sampling_params(rates, {}), make_sampling_params(rates, output)):
         assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
     with pytest.raises(UsageError, match=r"synthetic contradicts .* block"):
-        sampling_params(rates, {"rejection_sample_method": "block"})
+        make_sampling_params(rates, {"rejection_sample_method": "block"})
     penalties = RunFlags(presence_penalty=1.5, logit_bias='{"5": -100}')
-    edits = sampling_params(SamplingFlags(), {}, **vars(penalties))
+    edits = make_sampling_params(SamplingFlags(), {}, **vars(penalties))
     assert (edits.presence_penalty, edits.repetition_penalty) == (1.5, 1)
     assert edits.logit_bias == {5: -100}
     with pytest.raises(RequestError, match="temperature must be"):
-        sampling_params(SamplingFlags(temperature=-1), {})
+        make_sampling_params(SamplingFlags(temperature=-1), {})

@@ -15,7 +15,7 @@ from mtpbuild.runtime.errors import (
     UsageError,
 )
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.aot_package import TORCH, this_machine
+from mtpbuild.runtime.programs.aot_package import TORCH, name_this_machine
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
 
@@ -92,7 +92,7 @@ def test_graphs_that_are_not_there(tmp_path: Path) -> None:
     assert str(caught.value) == ("no_cuda_graphs is for target inductor, not onnxruntime")
     folder = engine_for("inductor", tmp_path / "cpu")
     manifest = read_manifest(folder)
-    here = {"versions": {"torch": TORCH}, "hardware": this_machine()}
+    here = {"versions": {"torch": TORCH}, "hardware": name_this_machine()}
     target = manifest.target.model_copy(update=here)
     says = "cpu: built for a CPU, which has no CUDA graphs to switch off$"
     with pytest.raises(EngineError, match=says):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.threads import default_threads, parse_threads, physical_cores
+from mtpbuild.runtime.threads import choose_default_threads, count_physical_cores, parse_threads
 
 
 def machine(root: Path, siblings: dict[int, str], quota: str | None = None) -> Path:
@@ -43,7 +43,7 @@ def test_a_thread_for_each_core(
     quota: str | None,
     threads: int,
 ) -> None:
-    assert physical_cores(machine(tmp_path, siblings, quota), usable) == threads
+    assert count_physical_cores(machine(tmp_path, siblings, quota), usable) == threads
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_thread_for_each_core(
 )
 def test_a_limit_that_others_obey(monkeypatch: pytest.MonkeyPatch, output: str, limit: int) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", output)
-    assert default_threads() == min(physical_cores(), limit)
+    assert choose_default_threads() == min(count_physical_cores(), limit)
 
 
 def test_what_users_say() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.sampling.defaults import generation_defaults
+from mtpbuild.runtime.sampling.defaults import read_generation_defaults
 from mtpbuild.runtime.server.command import make_services, read_engines, serve
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
@@ -108,11 +108,11 @@ def test_the_key_is_a_files_first_line_or_the_environments(
 
 
 def test_what_the_model_says_of_sampling(tmp_path: Path) -> None:
-    assert generation_defaults(tmp_path) == {}
+    assert read_generation_defaults(tmp_path) == {}
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": true, "do_sample": true}')
-    assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
+    assert read_generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
     path.write_text('{"repetition_penalty": 1.05}')
-    assert generation_defaults(tmp_path) == {"repetition_penalty": 1.05}
+    assert read_generation_defaults(tmp_path) == {"repetition_penalty": 1.05}
     path.write_text("[")
-    assert generation_defaults(tmp_path) == {}
+    assert read_generation_defaults(tmp_path) == {}

@@ -89,8 +89,8 @@ def test_offsets_point_into_the_text(more: dict[str, Any]) -> None:
     for id, offset in zip(whole["token_ids"], offsets, strict=True):
         shown = [id] if more.get("skip_special_tokens") is False else []
         assert offset == min(len(text), len(raw.decode("utf-8", "ignore")))
-        raw += tokenizer.token_bytes(id)
-        raw += (tokenizer.special_name(id) or "").encode() if shown else b""
+        raw += tokenizer.decode_token(id)
+        raw += (tokenizer.find_special_name(id) or "").encode() if shown else b""
     parts = [e["choices"][0]["logprobs"] for e in told if e["choices"][0]["logprobs"]]
     for name, values in whole["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values, name
@@ -114,7 +114,7 @@ def test_offsets_into_a_prompt_that_is_repeated(
         Chunk((Span("ab", False),), (7, 8), (False, False), logprobs=told[:2], starts=(0, 1))
     )
     answer = CompletionAnswer("m", TEXT, [choice], tokenizer)
-    (full_body,) = answer.full_body()["choices"]
+    (full_body,) = answer.make_full_body()["choices"]
     *offsets, one, two = full_body["logprobs"]["text_offset"]
     assert (one, two) == (len(echo), len(echo) + 1)
     assert offsets[: len(starts or ())] == (starts or [])

@@ -139,7 +139,7 @@ def test_an_event_costs_what_it_says() -> None:
     read: list[int] = []
 
     class Answer(CompletionAnswer):
-        def token_text(self, token: int) -> tuple[str, list[int] | None]:
+        def decode_for_logprobs(self, token: int) -> tuple[str, list[int] | None]:
             read.append(token)
             return "ab", None
 

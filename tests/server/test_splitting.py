@@ -137,10 +137,10 @@ class Pieces:
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
 
-    def token_bytes(self, token: int) -> bytes:
+    def decode_token(self, token: int) -> bytes:
         return b"" if token in MARKS.values() else self.texts[token].encode()
 
-    def special_name(self, token: int) -> str:
+    def find_special_name(self, token: int) -> str:
         return self.texts[token]
 
 

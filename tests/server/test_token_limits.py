@@ -112,7 +112,7 @@ def test_each_row_forbids_what_the_drafts_before_it_began(tokenizer: Tokenizer) 
     forbidden = 0
     for _ in range(300):
         drafts = rng.choice(pool, 3).tolist()
-        found = limits.next_constraint(drafts)
+        found = limits.make_next_constraint(drafts)
         assert (found.drafts, found.kept, limits.kept) == (drafts, 3, 3)
         masks = np.unpackbits(found.allowed.view(np.uint8), axis=1, bitorder="little")
         for row, mask in enumerate(masks):
@@ -134,11 +134,11 @@ def test_drafts_behind_which_nothing_may_follow(tokenizer: Tokenizer) -> None:
     found_first = [encode_bad_word(text, tokenizer)[0] for text in params.bad_words]
     assert found_first == [[one, one], [one, two]]
     limits = TokenLimits(params, manifest(), tokenizer)
-    found = limits.next_constraint([two, one, two])
+    found = limits.make_next_constraint([two, one, two])
     assert (found.drafts, found.kept) == ([two], 1)
     limits.take(one)
     with pytest.raises(RequestError, match="bad_words: no token is left that may follow the an"):
-        limits.next_constraint([two, one, two])
+        limits.make_next_constraint([two, one, two])
 
 
 def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
@@ -148,11 +148,11 @@ def test_min_tokens_may_leave_nothing(tokenizer: Tokenizer) -> None:
     for min_tokens, free in ((1, True), (2, False)):
         params = SamplingParams(9, min_tokens=min_tokens, **limited)
         limits = TokenLimits(params, manifest(), tokenizer)
-        found = limits.next_constraint([one, one])
+        found = limits.make_next_constraint([one, one])
         assert found.drafts == ([one, one] if free else [])
         limits.take(one)
         with contextlib.nullcontext() if free else pytest.raises(RequestError, match="no token is"):
-            masks = limits.next_constraint([]).allowed.view(np.uint8)
+            masks = limits.make_next_constraint([]).allowed.view(np.uint8)
             assert np.flatnonzero(np.unpackbits(masks[0], bitorder="little")).tolist() == [EOS]
 
 
@@ -164,7 +164,7 @@ def test_an_answer_may_end_after_min_tokens(words: list[str], tokenizer: Tokeniz
     params = SamplingParams(9, min_tokens=4, allowed_token_ids=allowed, bad_words=words)
     limits = TokenLimits(params, manifest(), tokenizer)
     for taken in range(6):
-        masks = limits.next_constraint([two] * 3).allowed.view(np.uint8)
+        masks = limits.make_next_constraint([two] * 3).allowed.view(np.uint8)
         may_end = np.unpackbits(masks, axis=1, bitorder="little")[:, EOS]
         assert may_end.tolist() == [taken + row >= 4 for row in range(4)]
         limits.take(two)

@@ -28,8 +28,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.plugins import OPS
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
-from mtpbuild.runtime.group.start import time_limit
-from mtpbuild.runtime.programs.tensorrt_api import errors_of
+from mtpbuild.runtime.group.start import read_time_limit
+from mtpbuild.runtime.programs.tensorrt_api import make_error_logger
 from tests.support import fake_network, fake_tensorrt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_network import (
@@ -207,7 +207,7 @@ class FakeNccl:
     ) -> int:
         assert list(name.bytes) == [7] * 128, "all have rank 0's id"
         assert (rank.value, ranks.value) == (dist.get_rank(), dist.get_world_size())
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit()))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=read_time_limit()))
         handle._obj.value = len(self.sums) + 1
         self.sums[handle._obj.value] = lambda what, x: self._sum(group, what, x)
         return 0
@@ -261,7 +261,7 @@ class TRTInterpreter(Interpreter):
     def __init__(self, module: GraphModule, inputs: list[Any], compilation_settings: Any) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given, self.node = iter(inputs), next(iter(module.graph.nodes))
-        self.builder = self.trt.Builder(errors_of(cast(ModuleType, self.trt)))
+        self.builder = self.trt.Builder(make_error_logger(cast(ModuleType, self.trt)))
         self.ctx = SimpleNamespace(net=self.builder.create_network(1 << Flag.STRONGLY_TYPED))
 
     def _construct_trt_network_def(self) -> None:
@@ -403,7 +403,7 @@ def installed(trt: FakeDataCentre) -> Iterator[None]:
     """Lets this process build and run with the fakes."""
     from mtpbuild.builder.targets import lower_tensorrt
 
-    caches = lower_tensorrt.torch_tensorrt, lower_tensorrt._interpreter_class
+    caches = lower_tensorrt.torch_tensorrt, lower_tensorrt._make_interpreter_class
     for cache in caches:
         cache.cache_clear()
     os.environ.setdefault("XDG_CACHE_HOME", "/nonexistent")

@@ -15,7 +15,7 @@ from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, StepControl
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
-from mtpbuild.runtime.contract.state import rows_spec
+from mtpbuild.runtime.contract.state import make_rows_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def fake_manifest(
     width: of the only cache's rows; 0: there is none.
     """
     capacity = max_seq_len + nextn + 1
-    rows = rows_spec("kv.0", "layers.0", "float32", (max_batch, 1, capacity, width))
+    rows = make_rows_spec("kv.0", "layers.0", "float32", (max_batch, 1, capacity, width))
     return Manifest(
         mtpbuild="0",
         model=ModelInfo(

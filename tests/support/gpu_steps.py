@@ -19,7 +19,7 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram, trace
 from mtpbuild.builder.targets.passes import gpu_graph, run_passes
 from mtpbuild.builder.targets.passes.in_place import update_in_place
-from mtpbuild.builder.weights.table import choose_formats, family_table
+from mtpbuild.builder.weights.table import choose_formats, make_family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import make_family
 from tests.support.steps import CHUNK, begin
@@ -32,7 +32,7 @@ MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace
 def with_joined(reference: PlainDeepseek) -> DeepseekV3:
     """Make the program's model with shared experts in the stacks, through the weight table."""
     style = GraphStyle(for_gpu=True, pipeline=INDUCTOR_CUDA)
-    table = choose_formats(family_table(reference.config), lambda stored: None, style)
+    table = choose_formats(make_family_table(reference.config), lambda stored: None, style)
     assert len(table.joined) == 2, "the layer with experts and the module"
     model, tensors = make_model(table, style, "cpu"), reference.state_dict()
     weights = {w.name: made_of(w, {s.name: tensors[s.name] for s in w.stored}) for w in table}

@@ -89,7 +89,7 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
-    from mtpbuild.builder.targets.trt_compile import timing_cache_path
+    from mtpbuild.builder.targets.trt_compile import find_timing_cache
     from tests.support.opened import opened
 
     config = load_config(folder)
@@ -124,7 +124,7 @@ def listing(folder: Path) -> dict[str, Any]:
             plugins.clear()
             named.clear()
         assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
-        assert timing_cache_path(trt.__version__, "12.0").is_file()
+        assert find_timing_cache(trt.__version__, "12.0").is_file()
     return found
 
 
@@ -147,7 +147,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.weights.requantised import format_by
     from mtpbuild.builder.weights.scheme import SCHEMES
-    from mtpbuild.builder.weights.table import choose_formats, family_table
+    from mtpbuild.builder.weights.table import choose_formats, make_family_table
     from mtpbuild.runtime.ranks import Ranks
 
     recipe = find_recipe(name)
@@ -156,7 +156,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     style = TARGET.style(TARGET.Options(dtype="float32"), config)
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
     scheme = SCHEMES[recipe.layout]
-    table = family_table(config, plan.ranks)
+    table = make_family_table(config, plan.ranks)
     table = choose_formats(table, lambda stored: format_by(scheme, config, stored), style)
     model = make_model(table, style, "cpu")
     weights = {

@@ -16,7 +16,7 @@ from mtpbuild.builder.compiler.manifest_of import describe_files
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.weights.scheme import make_scheme
-from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, name_rank, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import make_predictable, save_checkpoint
@@ -70,7 +70,7 @@ def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
 def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:
     """Copy an engine with other calls in one rank's program, and update its manifest."""
     copy = shutil.copytree(engine, to)
-    folder = copy / rank_name(rank)
+    folder = copy / name_rank(rank)
     path = folder / f"{program}.engine"
     header, _, stored = path.read_bytes().partition(b"\n")
     done = torch.load(io.BytesIO(stored), weights_only=False)

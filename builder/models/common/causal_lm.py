@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models.common.blocks import look_up
-from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
+from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, make_rank_constant
 from mtpbuild.builder.models.common.layers import (
     Attention,
     DecoderLayer,
@@ -22,7 +22,7 @@ from mtpbuild.builder.models.common.layers import (
 )
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.plugins import matmul_wide
-from mtpbuild.runtime.contract.state import layer_rows, layer_state
+from mtpbuild.runtime.contract.state import name_layer_rows, name_layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
         for name, shape in c.drafter_weights:
             hold_parameter(self, name, shape)
         if ranks.parts > 1:
-            self.rank = rank_constant()
+            self.rank = make_rank_constant()
 
     def module(self, j: int) -> MTPModule:
         module = self.mtp[j]
@@ -95,7 +95,7 @@ class CausalLM(nn.Module):
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
-        layer, name = self.layers[last], layer_rows(last)
+        layer, name = self.layers[last], name_layer_rows(last)
         if not isinstance(layer, DecoderLayer):
             return self(tokens, state, rows)[1]
         x, updates = self.run_layers(range(last), self.embed(tokens), state, rows)
@@ -108,10 +108,11 @@ class CausalLM(nn.Module):
         """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
         updates = StateUpdates()
         for i in layers:
-            layer, name = self.layers[i], layer_rows(i)
+            layer, name = self.layers[i], name_layer_rows(i)
             if isinstance(layer, RecurrentLayer):
                 old = {
-                    key: zero_new_slots(state[layer_state(key, i)], rows) for key in layer.states
+                    key: zero_new_slots(state[name_layer_state(key, i)], rows)
+                    for key in layer.states
                 }
                 x, tokens = layer(x, old, rows)
                 updates.deferred.append(partial(_advance_layer, layer, i, old, tokens))
@@ -119,9 +120,9 @@ class CausalLM(nn.Module):
                 x, updates.written[name] = layer(x, state[name], rows)
         return x, updates
 
-    def bound_rows(self, state: State) -> int:
+    def count_bound_rows(self, state: State) -> int:
         """Return the number of rows of the bound caches; at least one layer has a cache."""
-        names = map(layer_rows, range(len(self.layers)))
+        names = map(name_layer_rows, range(len(self.layers)))
         return next(state[name].shape[2] for name in names if name in state)
 
     def logits(self, hidden: Tensor, join: Join = all_gather) -> Tensor:
@@ -133,9 +134,9 @@ class CausalLM(nn.Module):
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head, join)
 
-    def kernel_weights(self) -> dict[str, nn.Parameter]:
+    def find_kernel_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that our kernels read on a GPU: experts, and heads in bf16."""
-        experts = self._named_by("by_kernels")
+        experts = self._list_prefixes_of("by_kernels")
         return {
             name: weight
             for name, weight in self.named_parameters()
@@ -145,10 +146,10 @@ class CausalLM(nn.Module):
 
     def step_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights that our kernels read in steps, and PyTorch's operators in prompts."""
-        names = self._named_by("by_fused_kernels")
+        names = self._list_prefixes_of("by_fused_kernels")
         return {n: weight for n, weight in self.named_parameters() if f"{n}.".startswith(names)}
 
-    def _named_by(self, attribute: str) -> tuple[str, ...]:
+    def _list_prefixes_of(self, attribute: str) -> tuple[str, ...]:
         """Return the name prefixes of the parameters that modules list in an attribute."""
         return tuple(
             f"{path}.{name}."
@@ -169,7 +170,7 @@ class CausalLM(nn.Module):
         module = self.module(j)
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
-        logits = self.head(module.head_input(hidden), head, join)
+        logits = self.head(module.compute_head_input(hidden), head, join)
         if self.draft_head is None:
             return logits
         every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), MASKED_LOGIT)
@@ -222,4 +223,4 @@ def _advance_layer(
     layer: RecurrentLayer, index: int, old: State, tokens: State, n: Tensor, all_stay: bool
 ) -> State:
     new = (layer.advance_all if all_stay else layer.advance)(old, tokens, n)
-    return {layer_state(key, index): tensor for key, tensor in new.items()}
+    return {name_layer_state(key, index): tensor for key, tensor in new.items()}

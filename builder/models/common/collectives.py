@@ -16,7 +16,7 @@ from mtpbuild.runtime.group.start import GROUP
 RANK = "rank"  # the last part of a rank constant's name
 
 
-def rank_constant() -> nn.Parameter:
+def make_rank_constant() -> nn.Parameter:
     """Return a constant [1] int64 for the rank, which loaders find by the name `rank`.
 
     It is a parameter, as the compiler folds other constants. The compiler also folds arithmetic
@@ -65,6 +65,6 @@ def scatter_sums(x: Tensor, rank: Tensor) -> Tensor:
     return all_reduce(x).index_select(0, rank)[0]
 
 
-def own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:
+def take_own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:
     """Return part number `part` [1] of x [.., parts * N]: [.., N]."""
     return x.unflatten(-1, (parts, -1)).index_select(-2, part).squeeze(-2)

@@ -20,15 +20,15 @@ class Copy:
     head: bool = False  # the module's head, not its embedding
 
 
-def tied_head(c: ModelConfig) -> list[Copy]:
+def list_tied_head(c: ModelConfig) -> list[Copy]:
     """List the head if it is tied to the embedding; a checkpoint may store it all the same."""
     return [Copy(HEAD, EMBEDDING)] if c.tie_word_embeddings else []
 
 
-def copies_in_layers(c: ModelConfig) -> list[Copy]:
+def list_copies_in_layers(c: ModelConfig) -> list[Copy]:
     """List the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
-    copies = tied_head(c)
+    copies = list_tied_head(c)
     for j in range(c.num_nextn_predict_layers):
         layer = f"model.layers.{c.num_hidden_layers + j}"
         copies.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))

@@ -38,7 +38,7 @@ class GroupedConfig(ModelConfig):
             )
 
 
-def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
+def read_head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
     """Read `head_dim` and `rotary_dim`.
 
     partial: the default of `partial_rotary_factor`.
@@ -62,7 +62,7 @@ def cache_sections(c: GroupedConfig) -> tuple[int, ...]:
     return (c.head_dim,)
 
 
-def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
+def list_attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
     """Return the sizes that the ranks must divide, so that each has whole heads."""
     heads = c.num_attention_heads * c.head_dim
     return [
@@ -71,7 +71,9 @@ def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
     ]
 
 
-def grouped_costs(c: GroupedConfig, ranks: Ranks, feed_forward: float, **experts: int) -> Costs:
+def count_grouped_costs(
+    c: GroupedConfig, ranks: Ranks, feed_forward: float, **experts: int
+) -> Costs:
     """Return a step's costs: per token and cached row, each head computes a score and a value.
 
     feed_forward: values of a token that a feed-forward holds at its peak.

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import ModelConfig, RopeConfig
 from mtpbuild.builder.models.common.blocks import multiply_gated
-from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
+from mtpbuild.builder.models.common.collectives import all_reduce, make_rank_constant, take_own_part
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
 from mtpbuild.plugins import kv_write, rotary_rows, take_rows
 from mtpbuild.runtime.ranks import Ranks
 
@@ -53,8 +53,8 @@ class Rope(nn.Module):
 
     def __init__(self, rope: RopeConfig, dim: int) -> None:
         super().__init__()
-        self.scale = table_scale(rope)
-        self.register_buffer("inv_freq", inverse_frequencies(rope, dim), persistent=False)
+        self.scale = compute_table_scale(rope)
+        self.register_buffer("inv_freq", compute_inverse_frequencies(rope, dim), persistent=False)
         self.inv_freq: Tensor
 
     def forward(
@@ -238,7 +238,7 @@ class MTPModule(DecoderLayer):
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = parameter(2 * c.hidden_size // ranks.parts, c.hidden_size)
         if ranks.parts > 1:
-            self.rank = rank_constant()
+            self.rank = make_rank_constant()
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
         self.embed_tokens: nn.Parameter | None = None
         self.lm_head: nn.Parameter | None = None
@@ -249,13 +249,13 @@ class MTPModule(DecoderLayer):
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:
             return both @ self.eh_proj
-        return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
+        return all_reduce(take_own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
-    def next_hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden state for the next module or draft and `head_input`, from output x."""
+    def compute_next_hidden(self, x: Tensor) -> Tensor:
+        """Return what the next module or draft and `compute_head_input` read, from output x."""
         return self.norm(x) if self.rules.recycles_normed else x
 
-    def head_input(self, hidden: Tensor) -> Tensor:
+    def compute_head_input(self, hidden: Tensor) -> Tensor:
         return hidden if self.rules.recycles_normed else self.norm(hidden)
 
     def norm(self, x: Tensor) -> Tensor:

@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.models.common.blocks import weigh_chosen
-from mtpbuild.builder.models.common.collectives import gather_stacked, rank_constant, scatter_sums
+from mtpbuild.builder.models.common.collectives import (
+    gather_stacked,
+    make_rank_constant,
+    scatter_sums,
+)
 from mtpbuild.builder.models.common.layers import MLP
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -73,7 +77,7 @@ class MoE(nn.Module):
         self.gate = SoftmaxGate(c) if c.softmax_router else Gate(c)
         self.shared_experts: MLP | None = None  # None if there are none, or if `routed` has them
         if ranks.ep > 1 or ranks.attention_dp:
-            self.rank = rank_constant()
+            self.rank = make_rank_constant()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.attention_dp:

@@ -14,13 +14,13 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
-    decoder_layer,
+    list_layer_weights,
+    list_module_weights,
+    make_whole_table,
     mlp,
-    module_weights,
     product,
     projection,
     vector,
-    whole_table,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ STACKS = ("gate_up_proj", "down_proj")
 PROJECTIONS = ("gate", "up", "down")
 
 
-def moe_table(
+def make_moe_table(
     c: MoEConfig, s: Share, attention: Callable[[str, str], Iterator[Weight]]
 ) -> list[Weight]:
     """Return the table of a model with experts whose MTP modules are layers after the trunk's.
@@ -45,9 +45,9 @@ def moe_table(
         else:
             second = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
         first = attention(f"{at}.self_attn", f"{to}.self_attn")
-        return decoder_layer(c, at, to, first, second)
+        return list_layer_weights(c, at, to, first, second)
 
-    return whole_table(c, layer, module_weights(c, layer))
+    return make_whole_table(c, layer, list_module_weights(c, layer))
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -101,7 +101,7 @@ def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
     return weights
 
 
-def like_routed(table: Sequence[Weight], share: Share) -> set[str]:
+def find_modules_like_routed(table: Sequence[Weight], share: Share) -> set[str]:
     """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
     by_name, alike = {weight.name: weight for weight in table}, set[str]()
     for weight in table:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
-from mtpbuild.builder.models.common.rope import rope_tables, rotate, softmax_scale
+from mtpbuild.builder.models.common.rope import compute_rope_tables, rotate, softmax_scale
 
 Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 
@@ -236,7 +236,7 @@ class PlainCausalLM(PlainLM):
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        cos, sin = rope_tables(c.rope, rotary_dim, c.max_position_embeddings)
+        cos, sin = compute_rope_tables(c.rope, rotary_dim, c.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

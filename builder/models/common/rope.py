@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     """Return the angle of each pair per position, [dim / 2] fp32 (YaRN: arXiv:2309.00071)."""
     base = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.kind == "default":
@@ -16,11 +16,11 @@ def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     if rope.kind == "linear":
         return base / rope.factor
 
-    def correction_dim(rotations: float) -> float:
+    def find_correction_dim(rotations: float) -> float:
         span = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(span) / (2 * math.log(rope.theta))
 
-    low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
+    low, high = find_correction_dim(rope.beta_fast), find_correction_dim(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -33,7 +33,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def table_scale(rope: RopeConfig) -> float:
+def compute_table_scale(rope: RopeConfig) -> float:
     """Return the factor of cos and sin; 1.0 for DeepSeek's own checkpoints."""
     if rope.kind != "yarn":
         return 1.0
@@ -52,10 +52,12 @@ def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
     return scale
 
 
-def rope_tables(rope: RopeConfig, dim: int, rows: int) -> tuple[Tensor, Tensor]:
+def compute_rope_tables(rope: RopeConfig, dim: int, rows: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin for positions 0..rows-1, each [rows, dim / 2] fp32."""
-    angles = torch.arange(rows, dtype=torch.float32)[:, None] * inverse_frequencies(rope, dim)
-    scale = table_scale(rope)
+    angles = torch.arange(rows, dtype=torch.float32)[:, None] * compute_inverse_frequencies(
+        rope, dim
+    )
+    scale = compute_table_scale(rope)
     return angles.cos() * scale, angles.sin() * scale
 
 

@@ -119,7 +119,7 @@ class Readable(Protocol):
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32."""
 
-    def kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
+    def read_kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
         """Read a quantised weight's parts in the format in which an engine holds it."""
 
 
@@ -194,7 +194,7 @@ class Weight:
         held = {stored.name: format for stored, format in self.held}
         for group in self.groups:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.kept_parts(each.name, held[each.name]) for each in group]
+                parts = [checkpoint.read_kept_parts(each.name, held[each.name]) for each in group]
                 for name, suffix in self.tensors.items():
                     part = [each[suffix] for each in parts]
                     yield name, self._joined(self.format, suffix, group, part, share).contiguous()
@@ -206,7 +206,7 @@ class Weight:
                 (name,) = self.tensors
                 yield name, self._floats(slice).contiguous()
             else:
-                yield from self._by_head(self.format, slice)
+                yield from self._encode_by_head(self.format, slice)
 
     def _floats(self, slice: Tensor) -> Tensor:
         """Return an unquantised slice in the weight's layout."""
@@ -216,7 +216,7 @@ class Weight:
 
         return pack_floats(pack_pairs(slice) if self.paired else slice)
 
-    def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _encode_by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Quantise each head's product: the checkpoint's blocks may not lie along its inputs.
 
         heads: fp32 [H, in, out].
@@ -264,7 +264,7 @@ def convert_weights(
 
 def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Concatenate the rows that `convert` yields for each weight."""
-    for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
+    for _, owned in groupby(pieces, lambda named: find_weight_of(named[0])):
         rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:
             rows.setdefault(name, []).append(piece)
@@ -272,7 +272,7 @@ def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
             yield name, torch.cat(found) if len(found) > 1 else found[0]
 
 
-def weight_of(name: str) -> str:
+def find_weight_of(name: str) -> str:
     """Return the name of the weight that an engine's tensor belongs to."""
     weight, _, leaf = name.rpartition(".")
     return weight if leaf in PARTS else name
@@ -306,7 +306,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
     yield product(f"{to}.down_proj", down)
 
 
-def decoder_layer(
+def list_layer_weights(
     c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
 ) -> Iterator[Weight]:
     """Yield the weights of one layer: norms, attention and feed-forward."""
@@ -316,7 +316,7 @@ def decoder_layer(
     yield from feed_forward
 
 
-def module_weights(
+def list_module_weights(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]]
 ) -> Iterator[Weight]:
     """Yield the weights of MTP modules that are stored as layers after the trunk's.
@@ -335,23 +335,23 @@ def module_weights(
             yield embedding(f"{to}.embed_tokens", Stored(f"{at}.embed_tokens.weight", (V, E), 0))
         if j in c.own_heads:
             head = Stored(f"{at}.shared_head.head.weight", (V, E), axis=0)
-            yield product(f"{to}.lm_head", head, rows=drafted_rows(c))
+            yield product(f"{to}.lm_head", head, rows=pick_drafted_rows(c))
 
 
-def drafted_rows(c: ModelConfig) -> Transform:
+def pick_drafted_rows(c: ModelConfig) -> Transform:
     """Return a transform that picks a head's rows for the draft vocabulary, if it is reduced."""
     ids = torch.tensor(c.draft_ids)
     return (lambda head: head[ids]) if c.draft_ids else stack_rows
 
 
-def whole_table(
+def make_whole_table(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]], modules: Iterable[Weight]
 ) -> list[Weight]:
     """Return a whole table in the order of use; layer(i, to) makes the weights of layer i."""
     shape = (c.vocab_size, c.hidden_size)
     tokens = Stored(EMBEDDING, shape, axis=0)
     head = tokens if c.tie_word_embeddings else Stored(HEAD, shape, axis=0)
-    reduced = [product("draft_head", head, rows=drafted_rows(c))] if c.draft_ids else []
+    reduced = [product("draft_head", head, rows=pick_drafted_rows(c))] if c.draft_ids else []
     return [
         embedding("embed_tokens", tokens),
         *chain.from_iterable(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers)),

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
 from mtpbuild.builder.graph.style import Attends
-from mtpbuild.builder.models.common.copies import copies_in_layers
+from mtpbuild.builder.models.common.copies import list_copies_in_layers
 from mtpbuild.builder.models.deepseek_v3 import config
 from mtpbuild.builder.models.family import Family, import_lazily
 
@@ -13,7 +13,7 @@ FAMILY = Family(
     parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "DeepseekV3"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
-    copies=copies_in_layers,
+    copies=list_copies_in_layers,
     cache_widths=config.cache_widths,
     cache_sections=config.cache_sections,
     split_sizes=config.split_sizes,

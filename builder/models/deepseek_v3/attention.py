@@ -52,27 +52,27 @@ class LatentAttention(Attention):
         self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
         self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)
 
-    def first_product(self, x: Tensor, rows: Positions) -> tuple[Any, ...]:
+    def compute_first_product(self, x: Tensor, rows: Positions) -> tuple[Any, ...]:
         """Compute the first operands of `mla_rows`."""
         norm = None if self.config.q_lora_rank is None else self.q_a_layernorm.weight
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c, operands = self.config, self.first_product(x, rows)
+        c, operands = self.config, self.compute_first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         c = self.config
-        return mla_rows(*self.first_product(x, rows), c.latent_norm_eps, c.rope_interleave)
+        return mla_rows(*self.compute_first_product(x, rows), c.latent_norm_eps, c.rope_interleave)
 
-    def second_product(self, q: Tensor) -> Tensor:
+    def compute_second_product(self, q: Tensor) -> Tensor:
         """Project query input [B, T, ..] to all heads' nope, then all heads' pe."""
         return q if self.config.q_lora_rank is None else q @ self.q_b_proj
 
     def attend(
         self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
     ) -> Tensor:
-        q = self.second_product(q)
+        q = self.compute_second_product(q)
         if rows.expand:
             return self.expanded(q, rows, cache) @ self.o_proj
         return self.absorbed(q, rows, (cache, fresh, rows.base, first)) @ self.o_proj

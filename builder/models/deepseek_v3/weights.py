@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.lazy_torch import torch
-from mtpbuild.builder.models.common.moe_weights import moe_table
+from mtpbuild.builder.models.common.moe_weights import make_moe_table
 from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
@@ -20,7 +20,7 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
 
     A `Stored` has the checkpoint's shape; transforms receive it already cut to the share.
     """
-    return moe_table(c, share, partial(attention, c, share))
+    return make_moe_table(c, share, partial(attention, c, share))
 
 
 def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -29,20 +29,20 @@ def attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weigh
     heads_here = H // s.ranks.parts
     kv_a = Stored(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
-    def by_part(q: Tensor, *others: Tensor) -> Tensor:
+    def reorder_by_part(q: Tensor, *others: Tensor) -> Tensor:
         """Reorder q's rows, (nope, pe) per head, to all nope, then all pe; append the others."""
         heads = q.unflatten(0, (heads_here, n + R))
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 
     if c.q_lora_rank is None:
         q = Stored(f"{at}.q_proj.weight", (H * (n + R), E), axis=0)
-        yield product(f"{to}.qkv_a_proj", q, kv_a, rows=by_part)
+        yield product(f"{to}.qkv_a_proj", q, kv_a, rows=reorder_by_part)
     else:
         q_a = Stored(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
         yield product(f"{to}.qkv_a_proj", q_a, kv_a)
         yield vector(to, at, "q_a_layernorm.weight", c.q_lora_rank)
         q_b = Stored(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank), axis=0)
-        yield product(f"{to}.q_b_proj", q_b, rows=by_part)
+        yield product(f"{to}.q_b_proj", q_b, rows=reorder_by_part)
     yield vector(to, at, "kv_a_layernorm.weight", r)
     kv_b = Stored(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mtpbuild.builder.models.common.moe_weights import moe_table
+from mtpbuild.builder.models.common.moe_weights import make_moe_table
 from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
 from mtpbuild.builder.models.deepseek_v3.weights import attention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
@@ -11,12 +11,12 @@ from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 def weight_table(c: DeepseekV32Config, share: Share) -> list[Weight]:
     """Return every weight of main model and MTP modules, in the order of use."""
 
-    def sparse_attention(at: str, to: str) -> Iterator[Weight]:
+    def list_sparse_attention_weights(at: str, to: str) -> Iterator[Weight]:
         yield from attention(c, share, at, to)
         if c.has_indexer(int(at.split(".")[2])):  # model.layers.N.self_attn
             yield from indexer(c, f"{at}.indexer", f"{to}.indexer")
 
-    return moe_table(c, share, sparse_attention)
+    return make_moe_table(c, share, list_sparse_attention_weights)
 
 
 def indexer(c: DeepseekV32Config, at: str, to: str) -> Iterator[Weight]:

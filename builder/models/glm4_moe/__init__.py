@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6 and 4.7: grouped-query attention, DeepSeek-V3's experts, one MTP layer."""
 
-from mtpbuild.builder.models.common.copies import copies_in_layers
+from mtpbuild.builder.models.common.copies import list_copies_in_layers
 from mtpbuild.builder.models.common.grouped_config import cache_sections, cache_widths
 from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.glm4_moe import config
@@ -13,7 +13,7 @@ FAMILY = Family(
     parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "Glm4Moe"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
-    copies=copies_in_layers,
+    copies=list_copies_in_layers,
     cache_widths=cache_widths,
     cache_sections=cache_sections,
     split_sizes=config.split_sizes,

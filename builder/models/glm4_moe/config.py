@@ -7,11 +7,11 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import MoEConfig, Reader
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
-    attention_splits,
-    grouped_costs,
-    head_sizes,
+    count_grouped_costs,
+    list_attention_splits,
+    read_head_sizes,
 )
-from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
+from mtpbuild.builder.models.common.moe_config import count_expert_activations, list_expert_splits
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.ranks import Ranks
 
@@ -26,16 +26,16 @@ def parse_config(raw: Mapping[str, Any]) -> Glm4MoeConfig:
     # transformers' class has the same defaults.
     read = Reader({"first_k_dense_replace": 1, "attention_bias": False} | dict(raw))
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
-    config = read.fill(Glm4MoeConfig, **head_sizes(read, partial=0.5))
+    config = read.fill(Glm4MoeConfig, **read_head_sizes(read, partial=0.5))
     config.check_experts()
     config.check_heads()
     return config
 
 
 def split_sizes(c: Glm4MoeConfig, ranks: Ranks) -> list[Split]:
-    return [*attention_splits(c, ranks), *expert_splits(c, ranks)]
+    return [*list_attention_splits(c, ranks), *list_expert_splits(c, ranks)]
 
 
 def costs(c: Glm4MoeConfig, ranks: Ranks) -> Costs:
     counts = {"experts": c.n_routed_experts, "chosen": c.num_experts_per_tok}
-    return grouped_costs(c, ranks, expert_activations(c, ranks), **counts)
+    return count_grouped_costs(c, ranks, count_expert_activations(c, ranks), **counts)

@@ -1,6 +1,6 @@
 """MiMo-7B: Qwen2's dense trunk, and an MTP module whose tensors have names of their own."""
 
-from mtpbuild.builder.models.common.copies import tied_head
+from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.common.grouped_config import cache_sections, cache_widths
 from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.mimo import config
@@ -13,7 +13,7 @@ FAMILY = Family(
     parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "Mimo"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
-    copies=tied_head,
+    copies=list_tied_head,
     cache_widths=cache_widths,
     cache_sections=cache_sections,
     split_sizes=config.split_sizes,

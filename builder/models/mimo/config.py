@@ -7,11 +7,11 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import ModuleInputs, Reader, fixed, integer
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
-    attention_splits,
-    grouped_costs,
-    head_sizes,
+    count_grouped_costs,
+    list_attention_splits,
+    read_head_sizes,
 )
-from mtpbuild.builder.models.common.moe_config import module_splits
+from mtpbuild.builder.models.common.moe_config import list_module_splits
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.ranks import Ranks
 
@@ -38,19 +38,19 @@ def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
     read.only(hidden_act="silu", use_sliding_window=False)
     heads = read.integer("num_attention_heads", 1)
     read = Reader({"num_key_value_heads": heads} | dict(raw))
-    config = read.fill(MimoConfig, **head_sizes(read))
+    config = read.fill(MimoConfig, **read_head_sizes(read))
     config.check_heads()
     return config
 
 
 def split_sizes(c: MimoConfig, ranks: Ranks) -> list[Split]:
     return [
-        *attention_splits(c, ranks),
+        *list_attention_splits(c, ranks),
         Split("vocab_size", c.vocab_size, ranks.parts),
         Split("intermediate_size", c.intermediate_size, ranks.parts, "dense MLPs"),
-        *module_splits(c, ranks),
+        *list_module_splits(c, ranks),
     ]
 
 
 def costs(c: MimoConfig, ranks: Ranks) -> Costs:
-    return grouped_costs(c, ranks, 3 * c.intermediate_size / ranks.parts)
+    return count_grouped_costs(c, ranks, 3 * c.intermediate_size / ranks.parts)

@@ -7,10 +7,10 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
-    decoder_layer,
+    list_layer_weights,
+    make_whole_table,
     mlp,
     product,
-    whole_table,
 )
 from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
 
@@ -27,7 +27,7 @@ def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
     def layer(at: str, to: str) -> Iterator[Weight]:
         attention = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")
         feed_forward = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
-        return decoder_layer(c, at, to, attention, feed_forward)
+        return list_layer_weights(c, at, to, attention, feed_forward)
 
     def modules() -> Iterator[Weight]:
         E = c.hidden_size
@@ -38,4 +38,4 @@ def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
             yield product(f"{to}.eh_proj", Stored(f"{at}.input_proj.weight", (E, 2 * E), axis=1))
             yield from layer(at, to)
 
-    return whole_table(c, lambda i, to: layer(f"model.layers.{i}", to), modules())
+    return make_whole_table(c, lambda i, to: layer(f"model.layers.{i}", to), modules())

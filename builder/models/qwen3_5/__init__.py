@@ -1,6 +1,6 @@
 """Qwen3.5, its mixtures of experts, and Qwen3-Next: most layers are a gated delta rule."""
 
-from mtpbuild.builder.models.common.copies import tied_head
+from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.common.grouped_config import cache_sections
 from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.builder.models.qwen3_5 import config
@@ -19,7 +19,7 @@ FAMILY = Family(
     parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "Qwen35"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
-    copies=tied_head,
+    copies=list_tied_head,
     cache_widths=config.cache_widths,
     cache_sections=cache_sections,
     recurrent=config.recurrent,

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, MoEConfig, Reader, fixed, integer
 from mtpbuild.builder.models.common import grouped_config
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig, attention_splits
-from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig, list_attention_splits
+from mtpbuild.builder.models.common.moe_config import count_expert_activations, list_expert_splits
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import Recurrent
 from mtpbuild.runtime.errors import CheckpointError, UsageError
@@ -90,10 +90,10 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise CheckpointError("text_config must be an object")
-    read = Reader(USUAL | text_values(raw, text))
+    read = Reader(USUAL | read_text_values(raw, text))
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
     packed = read.raw.get("model_type") == "qwen3_next"
-    sizes: dict[str, Any] = {**grouped_config.head_sizes(read, partial=0.25)}
+    sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read, partial=0.25)}
     config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
     config.check_heads()
     config.check_experts()
@@ -106,7 +106,7 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     return config
 
 
-def text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's values under the names that other families have."""
     experts = text.get("num_experts") or 0
     shared = text.get("shared_expert_intermediate_size")
@@ -171,7 +171,7 @@ def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
 
 
 def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
-    splits = attention_splits(c, ranks)
+    splits = list_attention_splits(c, ranks)
     if any(c.delta_layers):
         splits.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
         splits.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
@@ -179,10 +179,10 @@ def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
     if c.n_routed_experts and shared:
         name = "shared_expert_intermediate_size"
         splits.append(Split(name, shared, ranks.parts, "shared experts"))
-    return [*splits, *expert_splits(c, ranks)]
+    return [*splits, *list_expert_splits(c, ranks)]
 
 
 def costs(c: Qwen35Config, ranks: Ranks) -> Costs:
     counts = {"experts": c.n_routed_experts, "chosen": c.num_experts_per_tok}
-    peak = max(expert_activations(c, ranks), 3 * (c.channels + c.delta_values) / ranks.parts)
-    return grouped_config.grouped_costs(c, ranks, peak, **counts)
+    peak = max(count_expert_activations(c, ranks), 3 * (c.channels + c.delta_values) / ranks.parts)
+    return grouped_config.count_grouped_costs(c, ranks, peak, **counts)

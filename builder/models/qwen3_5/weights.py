@@ -13,10 +13,10 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     Stored,
     Weight,
-    decoder_layer,
+    list_layer_weights,
+    make_whole_table,
     mlp,
     product,
-    whole_table,
 )
 from mtpbuild.builder.models.qwen3_5.config import PREFIX, Qwen35Config
 
@@ -36,10 +36,10 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
 
     def layer(at: str, to: str, index: int, delta: bool) -> Iterator[Weight]:
         if delta:
-            first = delta_weights(c, f"{at}.linear_attn", f"{to}.linear_attn")
+            first = list_delta_weights(c, f"{at}.linear_attn", f"{to}.linear_attn")
         else:
             first = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")
-        return decoder_layer(c, at, to, first, feed_forward(c, share, index, at, to))
+        return list_layer_weights(c, at, to, first, feed_forward(c, share, index, at, to))
 
     def trunk(i: int, to: str) -> Iterator[Weight]:
         return layer(f"model.layers.{i}", to, i, c.delta_layers[i])
@@ -53,7 +53,7 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
             yield product(f"{to}.eh_proj", Stored(f"{PREFIX}fc.weight", (E, 2 * E), axis=1))
             yield from layer(f"{PREFIX}layers.{j}", to, c.num_hidden_layers + j, False)
 
-    table = whole_table(c, trunk, modules())
+    table = make_whole_table(c, trunk, modules())
     return [add_one(w) if w.name.endswith("norm.weight") else w for w in table]
 
 
@@ -76,14 +76,14 @@ def feed_forward(c: Qwen35Config, s: Share, index: int, at: str, to: str) -> Ite
         yield Weight(f"{to}.shared_experts.gate", (gate,), lambda w: w.T)
 
 
-def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
+def list_delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights of a gated delta rule."""
     E, H, values = c.hidden_size, c.linear_num_value_heads, c.delta_values
     parts = (c.delta_keys, c.delta_keys, values)
     if c.packed:
         rows, heads = c.channels + values, 2 * H
         both = Stored(f"{at}.in_proj_qkvz.weight", (rows, E), axis=0)
-        yield product(f"{to}.in_proj", both, rows=lambda w: by_kind(w, packed_sizes(c)))
+        yield product(f"{to}.in_proj", both, rows=lambda w: by_kind(w, list_packed_sizes(c)))
         decay = Stored(f"{at}.in_proj_ba.weight", (heads, E), axis=0)
         size = H // c.linear_num_key_heads
         yield product(f"{to}.in_proj_ba", decay, rows=lambda w: by_kind(w, (size, size)))
@@ -103,7 +103,7 @@ def delta_weights(c: Qwen35Config, at: str, to: str) -> Iterator[Weight]:
     yield product(f"{to}.out_proj", Stored(f"{at}.out_proj.weight", (E, values), axis=1))
 
 
-def packed_sizes(c: Qwen35Config) -> tuple[int, ...]:
+def list_packed_sizes(c: Qwen35Config) -> tuple[int, ...]:
     """Return the number of rows per key head: of its query, its key, its values, their gates."""
     values = c.delta_values // c.linear_num_key_heads
     return c.linear_key_head_dim, c.linear_key_head_dim, values, values

@@ -29,7 +29,7 @@ def join_chains(model: ir.Model, traced: "TracedProgram | None" = None) -> ir.Mo
 def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
     """Yield runs of our operators; the others that are ready are scheduled between two runs."""
     waiting, done, own = [*graph], set[ir.Node](), False
-    needs = {node: {*_producers(node, graph)} for node in waiting}
+    needs = {node: {*_find_producers(node, graph)} for node in waiting}
     while waiting:
         run = list[ir.Node]()
         for node in waiting:
@@ -42,7 +42,7 @@ def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
         own = not own
 
 
-def _producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
+def _find_producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
     """Yield the nodes whose results a node or its branches read, from the graph itself."""
     inputs = list(node.inputs)
     for attribute in node.attributes.values():

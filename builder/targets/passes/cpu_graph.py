@@ -101,11 +101,17 @@ def _is_zero(value: ir.Value | None) -> bool:
 def _fuse_gate(node: ir.Node) -> bool:
     """Replace x * sigmoid(z), or x * (z * sigmoid(z)), by one operator."""
     y = node.outputs[0]
-    if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _gate_of(y):
+    if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _find_gate(y):
         return False
     for x, gate in (node.inputs, node.inputs[::-1]):
-        found = _gate_of(gate)
-        if x is None or gate is None or found is None or _gate_of(x) or not _same_shape(x, gate):
+        found = _find_gate(gate)
+        if (
+            x is None
+            or gate is None
+            or found is None
+            or _find_gate(x)
+            or not _have_same_shape(x, gate)
+        ):
             continue
         z, silu = found
         reshape = x.producer()
@@ -116,7 +122,7 @@ def _fuse_gate(node: ir.Node) -> bool:
     return False
 
 
-def _gate_of(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
+def _find_gate(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
     """Return z and False if a value is sigmoid(z), z and True if it is silu(z), or else None."""
     node = None if value is None else value.producer()
     if node is None or node.domain != "":
@@ -155,7 +161,7 @@ def _replace(old: ir.Node, new: ir.Node) -> None:
         before.replace_all_uses_with(after)
 
 
-def _same_shape(a: ir.Value, b: ir.Value) -> bool:
+def _have_same_shape(a: ir.Value, b: ir.Value) -> bool:
     """Return whether both values are fp32 of the same known shape."""
     known = a.shape is not None and None not in [*map(_size, a.shape)]
     return known and a.shape == b.shape and a.dtype == ir.DataType.FLOAT == b.dtype
@@ -165,7 +171,7 @@ def _fuse_sum(node: ir.Node) -> bool:
     if (node.domain, node.op_type) != ("", "Add") or node.outputs[0].is_graph_output():
         return False
     for own, other in (node.inputs, node.inputs[::-1]):
-        if own is None or other is None or not _addable(own, other):
+        if own is None or other is None or not _can_add(own, other):
             continue
         product = own.producer()
         assert product is not None
@@ -177,7 +183,7 @@ def _fuse_sum(node: ir.Node) -> bool:
     return False
 
 
-def _addable(own: ir.Value, other: ir.Value) -> bool:
+def _can_add(own: ir.Value, other: ir.Value) -> bool:
     """Return whether `own` is a product's result, read once, into which `other` can be fused."""
     product = own.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:

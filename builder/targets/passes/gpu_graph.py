@@ -47,10 +47,10 @@ def sum_parts_in_readers(exported: ExportedProgram, traced: "TracedProgram") -> 
     readers = {NAMESPACE + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
     for node in graph.nodes:
-        product = node.args[0] if op_name(node) in readers else None
+        product = node.args[0] if name_op(node) in readers else None
         if not isinstance(product, Node) or len(product.users) > 1:
             continue
-        if (op := _product_in_parts(product)) is None:
+        if (op := _find_product_in_parts(product)) is None:
             continue
         with graph.inserting_before(product):
             parts = graph.call_function(op, product.args, product.kwargs)
@@ -60,14 +60,14 @@ def sum_parts_in_readers(exported: ExportedProgram, traced: "TracedProgram") -> 
     return exported
 
 
-def _product_in_parts(product: Node) -> Any:
+def _find_product_in_parts(product: Node) -> Any:
     """Return the op that computes a product in parts, or None if there is none."""
     from mtpbuild.plugins.matmul_scaled.triton import MAX_TOKENS
 
     ours: Any = torch.ops.mtpbuild_triton
-    if op_name(product) == NAMESPACE + "matmul_scaled":
+    if name_op(product) == NAMESPACE + "matmul_scaled":
         return ours.matmul_scaled_parts.default
-    if op_name(product) != "aten::matmul":
+    if name_op(product) != "aten::matmul":
         return None
     x, weight = map(_value, product.args)
     tokens = math.prod(x.shape[:-1])
@@ -79,7 +79,7 @@ def _value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
-def op_name(node: Node) -> str:
+def name_op(node: Node) -> str:
     """Return the name of the operator that a node calls, or an empty string."""
     op = node.target
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""

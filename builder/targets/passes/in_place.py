@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.targets.passes.gpu_graph import name_op
 from mtpbuild.plugins import IN_PLACE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def update_in_place(exported: ExportedProgram, traced: "TracedProgram") -> Graph
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
     end = program.graph.output_node()
-    for node in [node for node in program.graph.nodes if op_name(node) in IN_PLACE]:
+    for node in [node for node in program.graph.nodes if name_op(node) in IN_PLACE]:
         _write_into_operand(program, node)
     results = pytree.tree_leaves(end.args[0])
     outputs: list[Node] = []
@@ -50,7 +50,7 @@ def update_in_place(exported: ExportedProgram, traced: "TracedProgram") -> Graph
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:
     """Before: an op returns an operand's new value. After: another op writes it in place."""
-    name, operand, result = IN_PLACE[op_name(node)]
+    name, operand, result = IN_PLACE[name_op(node)]
     written = node.args[operand]
     assert isinstance(written, Node)
     readers = [user for user in written.users if isinstance(user.meta.get("val"), torch.Tensor)]
