@@ -35,12 +35,12 @@ def group_flags(command: Callable[..., None]) -> Callable[..., None]:
         if isinstance(kind, type) and is_dataclass(kind):
             groups[parameter.name] = kind
         elif isinstance(default, Field):
-            shown.append(_parameter(parameter.name, kind, default))
+            shown.append(_make_parameter(parameter.name, kind, default))
         else:
             shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     for group in groups.values():
         hints = get_type_hints(group)
-        shown += [_parameter(entry.name, hints[entry.name], entry) for entry in fields(group)]
+        shown += [_make_parameter(entry.name, hints[entry.name], entry) for entry in fields(group)]
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
@@ -59,7 +59,7 @@ def find_given_flags(context: "Context", names: Iterable[str]) -> list[str]:
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
-def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
+def _make_parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
     """Return the parameter that Typer turns into an option."""
     from typer import Option  # here, so that loading an engine does not import Typer
 

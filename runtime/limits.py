@@ -34,11 +34,13 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
     """
     text = read_or_empty(root / "proc/meminfo")
     sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
-    groups = [found for group in _groups(root, "memory") for found in _read_group_memory(group)]
+    groups = [
+        found for group in _find_groups(root, "memory") for found in _read_group_memory(group)
+    ]
     memory = [limit for limit, _ in groups] + [sizes[key] for key in ("MemTotal",) if key in sizes]
     free = [max(0, limit - used) for limit, used in groups]
     free += [sizes[key] for key in ("MemAvailable",) if key in sizes]
-    quota = min(map(_quota, _groups(root, "cpu")), default=math.inf)
+    quota = min(map(_read_quota, _find_groups(root, "cpu")), default=math.inf)
     processors = int(max(1, min(len(list_usable_processors(usable)), quota)))
     return Limits(min(memory, default=None), min(free, default=UNKNOWN), processors)
 
@@ -59,7 +61,7 @@ def list_usable_processors(usable: Collection[int] | None = None) -> Collection[
     return range(os.cpu_count() or 1) if usable is None else usable
 
 
-def _groups(root: Path, controller: str) -> Iterator[Path]:
+def _find_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of the process's control groups, and of all groups around them.
 
     A container may name a group that it can't see; its own group is then the top.
@@ -86,7 +88,7 @@ def _read_group_memory(group: Path) -> Iterator[tuple[int, int]]:
             yield int(limit), int(used) - max(map(int, cached), default=0)
 
 
-def _quota(group: Path) -> float:
+def _read_quota(group: Path) -> float:
     """Return the number of processors whose time a group may use; infinity: no limit."""
     old = (read_or_empty(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
     for text in (read_or_empty(group / "cpu.max"), " ".join(old)):

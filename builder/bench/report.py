@@ -50,7 +50,7 @@ def make_bench_json(report: Benchmark) -> dict[str, Any]:
                 "engine": report.engines[row.nextn],
                 **row.overall,
                 "kinds": {k: f for k, f in row.kinds.items() if k != ALL},
-                "requests": list(_requests(report.measured[row.nextn])),
+                "requests": list(_list_requests(report.measured[row.nextn])),
             }
             for row in report.rows
         ],
@@ -101,7 +101,7 @@ def explain_output_difference(settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _requests(measured: Measurements) -> Iterator[dict[str, Any]]:
+def _list_requests(measured: Measurements) -> Iterator[dict[str, Any]]:
     """List, for each request, the numbers from which the figures can be computed again."""
     for group in measured.groups:
         for a in group:
@@ -162,7 +162,7 @@ def make_table(report: Benchmark, kind: str) -> Table:
     return result
 
 
-def _title(report: Benchmark, kind: str) -> str:
+def _make_title(report: Benchmark, kind: str) -> str:
     figures = report.rows[0].kinds[kind]
     requests = "{completed} request" + ("s" if figures["completed"] > 1 else "")
     counts = requests + ", {total_input_tokens} prompt and {total_output_tokens} output tokens"
@@ -182,7 +182,7 @@ def print_benchmark(report: Benchmark) -> None:
     """Print a table per kind of prompt, one for all, the machine, and which nextn to choose."""
     kinds = list(report.rows[0].kinds)
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
-        print_lines(_title(report, kind), style="bold")
+        print_lines(_make_title(report, kind), style="bold")
         print_lines(make_table(report, kind))
     print_lines(
         explain_output_difference(report.settings),

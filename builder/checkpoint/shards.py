@@ -38,7 +38,7 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
     index = read_index(folder)
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
-    shards = [folder / name for name in _names(index)]
+    shards = [folder / name for name in _read_names(index)]
     _refuse_incomplete(folder, shards, None if index is None else index.total_size)
     return shards, index
 
@@ -50,7 +50,7 @@ def has_weights(folder: Path) -> bool:
 
 def read_shard_names(folder: Path) -> list[str]:
     """Return the names of the files of a checkpoint's weights, even if they are missing."""
-    return _names(read_index(folder))
+    return _read_names(read_index(folder))
 
 
 def read_stored_names(folder: Path) -> set[str]:
@@ -65,7 +65,7 @@ def read_stored_names(folder: Path) -> set[str]:
     return {name for name in map(find_text_name, found) if name is not None}
 
 
-def _names(index: Index | None) -> list[str]:
+def _read_names(index: Index | None) -> list[str]:
     if index is None:
         return [SINGLE]
     for name in (names := sorted(set(index.shards.values()))):

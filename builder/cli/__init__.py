@@ -61,7 +61,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"mtpbuild {version('mtpbuild')}")
         raise typer.Exit
@@ -71,7 +71,8 @@ def _version(wanted: bool) -> None:
 def main(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Say the version."),
     ] = False,
 ) -> None:
     """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""

@@ -91,7 +91,7 @@ def fingerprint(
         "abi": ABI,
         "states": [spec.model_dump() for spec in state_specs(plan)],
         "sources": hash_of_code(*filter(None, modules)),
-        "versions": {name: _version(name) for name in target.packages},
+        "versions": {name: _find_version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
@@ -139,7 +139,7 @@ def choose_sampled_spans(begin: int, end: int) -> Iterator[Span]:
         yield at, at + SAMPLE
 
 
-def _version(name: str) -> str:
+def _find_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:

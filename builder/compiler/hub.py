@@ -137,7 +137,7 @@ class Repository:
             return 0
         if blob is None:
             return size
-        return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
+        return max(0, size - sum(_parse_size(path) for path in (blob, _name_partial(blob))))
 
     def _find_blob(self, name: str) -> Path | None:
         """Return the path of a file's contents, named by hash; None if the hash is unknown."""
@@ -153,7 +153,7 @@ class Repository:
         with FileLock(lock, mode=0o664):  # as huggingface_hub takes it
             if blob.exists() or (self.folder / name).exists():
                 return
-            partial = _partial(blob)
+            partial = _name_partial(blob)
             url = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint())
             with partial.open("ab") as file:
                 if (done := file.tell()) > size:
@@ -247,21 +247,21 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
             message = f" ({error.server_message})" if error.server_message else ""
             return DownloadError(f"{status}{message}; {RESUMES}")
         case HTTPError():
-            return UnreachableError(f"{hub} can't be reached ({_short(error)}); {RESUMES}")
+            return UnreachableError(f"{hub} can't be reached ({_shorten(error)}); {RESUMES}")
         case OSError(errno=errno.ENOSPC):
             return DownloadError(f"the disk of {cache_folder()} is full; {RESUMES}")
         case OSError(strerror=str(strerror), filename=str(filename)):
             return DownloadError(f"{filename}: can't be written ({strerror})")
-    return DownloadError(f"{name}: {_short(error)}; {RESUMES}")
+    return DownloadError(f"{name}: {_shorten(error)}; {RESUMES}")
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _partial(blob: Path) -> Path:
+def _name_partial(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.incomplete")
 
 
-def _size(path: Path) -> int:
+def _parse_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0

@@ -61,7 +61,7 @@ def calibrate(
     a calibration that was cut off must have had to be continued.
     """
     open_state(folder := find_state_folder(out), inputs, discard=request.force)
-    texts = _texts(request, folder, stages, build)
+    texts = _choose_texts(request, folder, stages, build)
     with stages("calibrate"):
         calibration = Calibration(view, config, make_batches(texts), folder, stages.watch)
         done = calibration.run()
@@ -114,7 +114,7 @@ def open_state(folder: Path, inputs: str, *, discard: bool) -> None:
         path.write_text(inputs, encoding="utf-8")
 
 
-def _texts(request: BuildRequest, folder: Path, stages: Stages, build: Build) -> Texts:
+def _choose_texts(request: BuildRequest, folder: Path, stages: Stages, build: Build) -> Texts:
     """Return the texts of a file, or those that the model writes."""
     assert request.scheme is not None
     given = request.scheme.calibration
@@ -160,7 +160,9 @@ def _write(
     with stages("write texts"):
         build(writer, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
         with Engine.load(out, prefix_cache=False) as engine:
-            write_answers(engine, [*_some(_prompts(prompts, engine))], folder / TEXTS, stages.watch)
+            write_answers(
+                engine, [*_take_some(_read_prompts(prompts, engine))], folder / TEXTS, stages.watch
+            )
     shutil.rmtree(out, ignore_errors=True)
 
 
@@ -189,7 +191,7 @@ def read_answers(path: Path) -> list[OwnAnswer]:
     return [OwnAnswer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
+def _read_prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
     """Read a file's prompts, or some of the package's three kinds in turn."""
     params = SamplingParams(max_tokens=ANSWER, temperature=1.0)
     if path is not None:
@@ -207,7 +209,7 @@ def _prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
     return [request for turn in zip_longest(*kinds) for request in turn if request is not None]
 
 
-def _some(requests: list[FileRequest]) -> Iterator[FileRequest]:
+def _take_some(requests: list[FileRequest]) -> Iterator[FileRequest]:
     """Yield as many requests as `TOKENS` allows, each with a short answer and a seed."""
     total = 0
     for number, request in enumerate(requests):

@@ -118,7 +118,7 @@ def read_files(files: Sequence[Path], target: str, tp: int) -> dict[str, Beginni
     have no prefixes.
     """
     if files and (tp > 1 or Feature.PREFIX_CACHE not in find_target(target).features):
-        raise UsageError(f"--prefix is for engines of {_supporting()}")
+        raise UsageError(f"--prefix is for engines of {_list_supporting()}")
     for file in files:
         _check_name(file.stem)
     if len({file.stem for file in files}) < len(files):
@@ -156,7 +156,7 @@ def load_prefix_function(folder: Path, manifest: Manifest, threads: int | None) 
     """Load an engine's programs; return a function that maps tokens to their rows and states."""
     programs = cast(PrefixCaching, load_programs(folder, manifest, threads=threads))
     if Feature.PREFIX_CACHE not in programs.features:
-        raise UsageError(f"{folder}: prefixes are for engines of {_supporting()}")
+        raise UsageError(f"{folder}: prefixes are for engines of {_list_supporting()}")
     recurrent = any(s.role == "recurrent" for s in manifest.state)
 
     def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -238,7 +238,7 @@ def _read_unsplit(engine: Path) -> Manifest:
     return manifest
 
 
-def _supporting() -> str:
+def _list_supporting() -> str:
     return f"{list_targets_with(Feature.PREFIX_CACHE)}, of one rank"
 
 

@@ -176,10 +176,10 @@ def count_launches(node: Node) -> int:
     sizes = (size for value in operands if isinstance(value, Tensor) for size in value.shape)
     if launches is None or not all(isinstance(size, int) for size in sizes):
         return 1
-    return len(launches(*pytree.tree_map(_stand_in, tuple(node.args))).each)
+    return len(launches(*pytree.tree_map(_make_stand_in, tuple(node.args))).each)
 
 
-def _stand_in(arg: Any) -> Any:
+def _make_stand_in(arg: Any) -> Any:
     """Return a meta tensor in place of a tensor; bool becomes int32, the type of kernels' flags."""
     if not isinstance(arg, Node):
         return arg
@@ -213,7 +213,7 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
     bounds = {symbol: found.upper for symbol, found in ranges.items()}
     nodes = list(traced.exported.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    states = {_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
+    states = {_find_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
     readers: dict[Node, set[str | None]] = {}  # kinds of a result's readers, also through views
     last: dict[Node, int] = {}  # place of a result's last read, also through results not held
     change = [0] * (len(nodes) + 1)
@@ -223,13 +223,15 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
         for user in node.users:
             own = call_kind(user) if user.op == "call_function" else user.op
             kinds |= readers[user] if own is None else {own}
-            end = max(end, last[user] if own is None or _fused(user, own, readers) else place[user])
+            end = max(
+                end, last[user] if own is None or _is_fused(user, own, readers) else place[user]
+            )
         readers[node], last[node] = kinds, end
-        if is_view or node.op != "call_function" or _fused(node, kind, readers):
+        if is_view or node.op != "call_function" or _is_fused(node, kind, readers):
             continue
         leaves = pytree.tree_leaves(node.meta["val"])
-        results = [x for x in leaves if isinstance(x, Tensor) and _shape(x) not in states]
-        held = sum(_nbytes(result, bounds) for result in results)
+        results = [x for x in leaves if isinstance(x, Tensor) and _find_shape(x) not in states]
+        held = sum(_count_nbytes(result, bounds) for result in results)
         change[place[node]] += held
         change[end + 1] -= held
     most = now = 0
@@ -239,15 +241,15 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
     return most
 
 
-def _fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:
+def _is_fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:
     return kind == "others" and call_name(node) not in ALONE and readers[node] <= {"others"}
 
 
-def _shape(value: Any) -> tuple[Any, ...]:
+def _find_shape(value: Any) -> tuple[Any, ...]:
     return (*map(str, value.shape), value.dtype) if isinstance(value, Tensor) else ()
 
 
-def _nbytes(value: Tensor, bounds: dict[Any, Any]) -> int:
+def _count_nbytes(value: Tensor, bounds: dict[Any, Any]) -> int:
     sizes: tuple[Any, ...] = tuple(value.shape)
     known = (
         int(size.node.expr.xreplace(bounds)) if isinstance(size, torch.SymInt) else size

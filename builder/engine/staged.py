@@ -146,7 +146,7 @@ def stage_folder(
     place = out.resolve()  # if `out` is a link, its target is replaced
     home = _find_staging_home(place, rank)
     try:
-        with _locked(home, out):
+        with _lock(home, out):
             _restore_replaced(place)
             staged = StagedFolder(home / place.name)
             try:
@@ -171,7 +171,7 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     home = _find_staging_home(place, rank)
     with contextlib.suppress(OSError, BuildError):  # another build has it, or it can't be read
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
-            with _locked(home, out):
+            with _lock(home, out):
                 _keep_or_remove(StagedFolder(home / place.name), home, out)
 
 
@@ -181,7 +181,7 @@ def _find_staging_home(place: Path, rank: int | None) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(home: Path, out: Path) -> Iterator[None]:
+def _lock(home: Path, out: Path) -> Iterator[None]:
     """Create `home`, and lock other processes out of it."""
     with needs("build", "filelock"):
         from filelock import FileLock, Timeout

@@ -79,12 +79,12 @@ class CostModel:
     def _verify(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
         for weights in self.classes:
             if not weights.module and weights.name != "embedding":
-                yield self._weights(weights.name, [weights], [nextn + 1], load)
+                yield self._count_weights(weights.name, [weights], [nextn + 1], load)
         widths = self.widths[: self.config.num_hidden_layers]
         yield self._cache("caches", widths, [nextn + 1], load)
         if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
-            yield self._part("recurrent states", bytes, 0, 0)
+            yield self._make_part("recurrent states", bytes, 0, 0)
 
     def _draft(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
         """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full."""
@@ -95,13 +95,13 @@ class CostModel:
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
         own = [weights for weights in self.classes if weights.module and weights.name not in ends]
-        yield self._weights("MTP modules", own, counts, load, 1 / modules)
+        yield self._count_weights("MTP modules", own, counts, load, 1 / modules)
         heads = [weights for weights in self.classes if weights.name.endswith("head")]
         heads = [weights for weights in heads if weights.module] or heads  # its own, if any
-        yield self._weights("head of drafts", heads, [1] * nextn, load)
+        yield self._count_weights("head of drafts", heads, [1] * nextn, load)
         yield self._cache("MTP caches", self.widths[-1:], counts, load)
 
-    def _weights(
+    def _count_weights(
         self,
         name: str,
         classes: list[WeightClass],
@@ -126,7 +126,7 @@ class CostModel:
                 work = 2 * weights.parameters_per_rank * share * chosen * tokens
                 operations += work
                 compute += work / self.gpu.peak(weights.format)
-        return self._part(name, bytes, operations, compute)
+        return self._make_part(name, bytes, operations, compute)
 
     def _cache(self, name: str, widths: list[int], passes: list[int], load: StepLoad) -> StepPart:
         """Count reads of the context's cache rows, in layers of these widths, and attention.
@@ -144,9 +144,9 @@ class CostModel:
                 operations += tokens * (rows_per_token * c.row_operations + context * scoring)
         requests = self.ranks.local(load.batch)
         bytes, operations = requests * read, requests * operations
-        return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
+        return self._make_part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
-    def _part(self, name: str, bytes: float, operations: float, compute: float) -> StepPart:
+    def _make_part(self, name: str, bytes: float, operations: float, compute: float) -> StepPart:
         memory = bytes / self.gpu.bandwidth
         limit = "memory" if memory >= compute else "compute"
         return StepPart(name, bytes, operations, max(memory, compute), limit)

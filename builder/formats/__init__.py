@@ -25,19 +25,23 @@ Settings = Mapping[str, Any]
 _modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 
 
-def _defined(what: str) -> Iterator[Any]:
+def _load_defined(what: str) -> Iterator[Any]:
     return (getattr(module, what) for module in _modules if hasattr(module, what))
 
 
-ALL: tuple[Format, ...] = tuple(format for formats in _defined("FORMATS") for format in formats)
+ALL: tuple[Format, ...] = tuple(
+    format for formats in _load_defined("FORMATS") for format in formats
+)
 # Formats that engines keep; the others are older variants of the same names.
 FORMATS = {format.name: format for format in ALL if format.kept is format}
-_FINDERS: list[Callable[..., Format | None]] = [*_defined("find_format")]
-_NAMES: dict[str, str] = {old: new for names in _defined("NAMES") for old, new in names.items()}
-METHODS: dict[str, Callable[[Settings], str | None]] = {
-    name: check for methods in _defined("METHODS") for name, check in methods.items()
+_FINDERS: list[Callable[..., Format | None]] = [*_load_defined("find_format")]
+_NAMES: dict[str, str] = {
+    old: new for names in _load_defined("NAMES") for old, new in names.items()
 }
-READS = ", ".join(("none (bf16, fp16, fp32)", *_defined("READS")))
+METHODS: dict[str, Callable[[Settings], str | None]] = {
+    name: check for methods in _load_defined("METHODS") for name, check in methods.items()
+}
+READS = ", ".join(("none (bf16, fp16, fp32)", *_load_defined("READS")))
 _shown = (f"{name} with weight{format.suffixes[1]}" for name, format in FORMATS.items())
 SUPPORTED = ", ".join((*DTYPES, *_shown))
 

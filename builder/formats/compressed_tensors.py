@@ -46,7 +46,7 @@ class Group:
         """Return whether a target names a module, whose name here may lack a wrapper's."""
         names = module, module.replace("model.", "model.language_model.", 1)
         return any(
-            any(map(_expression(entry).match, names)) if entry.startswith("re:")
+            any(map(_compile_target(entry).match, names)) if entry.startswith("re:")
             else entry in names
             for entry in self.targets
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _count(value: Any, default: int) -> int:
 
 
 @cache
-def _expression(target: str) -> re.Pattern[str]:
+def _compile_target(target: str) -> re.Pattern[str]:
     try:
         return re.compile(target.removeprefix("re:"))
     except re.error:
@@ -134,11 +134,11 @@ class PackedIntegers(ReadFormat):
     def fits(self, shape: Shape) -> bool:
         """Refuse rows of no whole groups, and odd widths whose words may be packed either way."""
         block = self._columns or (BLOCK if self._whole else 1)
-        return shape[1] % block == 0 and self._packing(shape[1]) is not None
+        return shape[1] % block == 0 and self._find_packing(shape[1]) is not None
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
-        groups, pack = columns // (self._columns or columns), self._packing(columns) or dense
+        groups, pack = columns // (self._columns or columns), self._find_packing(columns) or dense
         found = {
             "": Entry("I32", (rows, pack(columns, self.bits))),
             "_scale": Entry(self._types[0], (rows, groups)),
@@ -148,7 +148,7 @@ class PackedIntegers(ReadFormat):
         }
         return {suffix: found[suffix] for suffix in self.suffixes}
 
-    def _packing(self, columns: int) -> Packing | None:
+    def _find_packing(self, columns: int) -> Packing | None:
         """Return how rows of this length are packed; None if their words don't tell."""
         fitting = [p for p in (dense, loose) if p(columns, self.bits) == self._words]
         if len(fitting) < 2 or WORD % self.bits == 0 or self._words == 1:
@@ -157,7 +157,7 @@ class PackedIntegers(ReadFormat):
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = parts["_shape"].tolist()
-        pack, scales = self._packing(columns) or dense, parts["_scale"].float()
+        pack, scales = self._find_packing(columns) or dense, parts["_scale"].float()
         codes = unpack_stream(parts[""], self.bits, columns, pack).float()
         zeros = torch.full_like(scales, 1 << self.bits - 1)
         if "_zero_point" in parts:
@@ -185,11 +185,11 @@ class PackedIntegers(ReadFormat):
         words, columns = parts[""], parts[""].shape[1] * WORD // self.bits
         if self._columns:
             columns = self._columns * parts["_scale"].shape[1]
-        codes = unpack_stream(words, self.bits, columns, self._packing(columns) or dense)
+        codes = unpack_stream(words, self.bits, columns, self._find_packing(columns) or dense)
         middle, zeros = 1 << self.bits - 1, None
         if "_zero_point" in parts:
             rows = len(words)
-            pack = self._packing(columns) or dense
+            pack = self._find_packing(columns) or dense
             zeros = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack).T.short() - middle
         return self._integers.hold(name, codes.short() - middle, parts["_scale"], zeros)
 

@@ -78,12 +78,12 @@ class Integers(Format):
         times = values.shape[1] // scales.shape[1] // BLOCK
         scales = scales.float().repeat_interleave(times, dim=1)
         codes = (values.to(torch.int16) + self.zero).to(torch.uint8).unflatten(1, (-1, BLOCK))
-        rounded = self._rounded(scales)
+        rounded = self._round_scales(scales)
         whole = values.unflatten(1, (-1, BLOCK)).float()
         if zeros is not None:
             zeros = zeros.to(torch.int8).repeat_interleave(times, dim=1)
             whole -= zeros.float()[..., None]
-        held = {"": self._nibbles(codes), "_scale": self._moved(rounded, zeros)}
+        held = {"": self._pack_nibbles(codes), "_scale": self._add_offsets(rounded, zeros)}
         if scales.is_meta or torch.equal(rounded.float(), scales):
             return held
         weight = (whole * scales[..., None]).flatten(1)
@@ -93,7 +93,7 @@ class Integers(Format):
 
     def collect(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
         """Return the parts of codes [N, K] and scales [N, K / 32]."""
-        values = self._nibbles(codes.unflatten(1, (-1, BLOCK)))
+        values = self._pack_nibbles(codes.unflatten(1, (-1, BLOCK)))
         return {"": values.contiguous(), "_scale": scales.contiguous()}
 
     def shift(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
@@ -102,16 +102,18 @@ class Integers(Format):
         codes: uint8 [N, K]; scales and minima: [N, groups of columns].
         """
         times = codes.shape[1] // scales.shape[1] // BLOCK
-        halves = (self._limited(each).repeat_interleave(times, dim=1) for each in (scales, minima))
+        halves = (
+            self._limit_to_fp16(each).repeat_interleave(times, dim=1) for each in (scales, minima)
+        )
         codes = codes.unflatten(1, (-1, BLOCK))
-        return {"": self._nibbles(codes), "_scale": self._moved(*halves)}
+        return {"": self._pack_nibbles(codes), "_scale": self._add_offsets(*halves)}
 
-    def _limited(self, numbers: Tensor) -> Tensor:
+    def _limit_to_fp16(self, numbers: Tensor) -> Tensor:
         """Round numbers to fp16, the largest where they are beyond it."""
         info = torch.finfo(torch.float16)
         return numbers.float().clamp(info.min, info.max).half()
 
-    def _nibbles(self, codes: Tensor) -> Tensor:
+    def _pack_nibbles(self, codes: Tensor) -> Tensor:
         return codes[..., 0::2] | codes[..., 1::2] << 4 if self.bits == 4 else codes
 
     @property
@@ -144,9 +146,12 @@ class Integers(Format):
         values, scales = map(torch.cat, zip(*encoded, strict=True))
         shape = *weight.shape[:1], weight.shape[1] // BLOCK
         width = BLOCK * self.bits // 8
-        return {"": values.reshape(*shape, width), "_scale": self._moved(scales.reshape(shape))}
+        return {
+            "": values.reshape(*shape, width),
+            "_scale": self._add_offsets(scales.reshape(shape)),
+        }
 
-    def _moved(self, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def _add_offsets(self, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return scales with offsets if the format has them; None: those of its usual zero."""
         if self.offsets is None:
             return scales
@@ -155,18 +160,18 @@ class Integers(Format):
         if offsets is None and self.offsets == "zeros":
             offsets = torch.zeros_like(scales, dtype=torch.int8)
         if offsets is None:
-            offsets = self._limited(scales.float() * -self.zero)
+            offsets = self._limit_to_fp16(scales.float() * -self.zero)
         return with_offsets(scales, offsets)
 
     def _encode_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Encode blocks [n, 32] as values [n, 16 or 32] and scales [n]."""
         scales = self.fit_scales(blocks)
-        return self._nibbles(self.codes(blocks, scales)), scales.squeeze(-1)
+        return self._pack_nibbles(self.codes(blocks, scales)), scales.squeeze(-1)
 
     def fit_scales(self, blocks: Tensor) -> Tensor:
         """Return the scales [n, 1] of blocks [n, 32]."""
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        scales = self._rounded(extreme * self._fitted(blocks, extreme))
+        scales = self._round_scales(extreme * self._fit_scales(blocks, extreme))
         return torch.where(scales != 0, scales, 1.0)
 
     def codes(self, values: Tensor, scales: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ class Integers(Format):
         codes = (values / scales.float()).round_().clamp_(-self.zero, self.zero - 1)
         return codes.add_(self.zero).to(torch.uint8)
 
-    def _fitted(self, blocks: Tensor, extreme: Tensor) -> Tensor | float:
+    def _fit_scales(self, blocks: Tensor, extreme: Tensor) -> Tensor | float:
         """Return scales over the blocks' extremes [n, 1].
 
         An int8 extreme is -128. In int4 each of STEPS gives values q for the block x. The scale of
@@ -203,7 +208,7 @@ class Integers(Format):
         Scales without offsets get them, if the joined weight has some.
         """
         if suffix == "_scale" and part.dtype == torch.float16:
-            return self._moved(part)
+            return self._add_offsets(part)
         if suffix != "" or part.shape[-1] >= self.joined_bytes:
             return part
         return torch.stack([part & 0xF, part >> 4], dim=-1).flatten(-2) + (INT8.zero - INT4.zero)
@@ -213,7 +218,7 @@ class Integers(Format):
 
         return pack_values(part) if suffix == "" else pack_scales(part)
 
-    def _rounded(self, scales: Tensor) -> Tensor:
+    def _round_scales(self, scales: Tensor) -> Tensor:
         """Round scales to the nearest value of their type; round subnormal ones away from zero."""
         info = torch.finfo(self.scales)
         scales = scales.clamp(info.min, info.max)
@@ -294,7 +299,7 @@ class BlockMinima(ReadFormat):
         return SHIFTED[self.bits]
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.kept.shift(_unpacked(parts[""]), parts["_scale"], parts["_minimum"])
+        return self.kept.shift(_unpack_nibbles(parts[""]), parts["_scale"], parts["_minimum"])
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
@@ -302,12 +307,12 @@ class BlockMinima(ReadFormat):
         return {"": Entry("U8", (rows, blocks, BLOCK // 2)), "_scale": each, "_minimum": each}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = _unpacked(parts[""]).float().unflatten(1, (-1, BLOCK))
+        values = _unpack_nibbles(parts[""]).float().unflatten(1, (-1, BLOCK))
         scales, minima = (parts[suffix][..., None] for suffix in self.suffixes[1:])
         return (values * scales + minima).flatten(1)
 
 
-def _unpacked(nibbles: Tensor) -> Tensor:
+def _unpack_nibbles(nibbles: Tensor) -> Tensor:
     """Split bytes [N, blocks, 16] into codes [N, K]."""
     return torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(1)
 

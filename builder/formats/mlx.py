@@ -43,7 +43,7 @@ class MlxIntegers(ReadFormat):
         kept = self.kept
         if not isinstance(kept, Integers):
             return parts
-        return kept.shift(self._codes(parts[""]), parts[SCALES], parts[BIASES])
+        return kept.shift(self._unpack_codes(parts[""]), parts[SCALES], parts[BIASES])
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % self.block == 0 and shape[1] * self.bits % WORD == 0
@@ -55,11 +55,11 @@ class MlxIntegers(ReadFormat):
         return {"": words, SCALES: group, BIASES: group}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        codes = self._codes(parts[""]).unflatten(1, (-1, self.block))
+        codes = self._unpack_codes(parts[""]).unflatten(1, (-1, self.block))
         scales, biases = (parts[suffix].float()[..., None] for suffix in (SCALES, BIASES))
         return codes.float().mul_(scales).add_(biases).flatten(1)
 
-    def _codes(self, words: Tensor) -> Tensor:
+    def _unpack_codes(self, words: Tensor) -> Tensor:
         return unpack_stream(words, self.bits, words.shape[1] * WORD // self.bits, dense)
 
 
@@ -136,14 +136,14 @@ def find_format(
 
 def _choose(name: str, settings: Mapping[str, Any], words: float) -> tuple[int, int]:
     """Return bits and group: those said of the module, else the first that the words agree with."""
-    said = chain(map(settings.get, _paths(name)), [settings], settings.values())
-    found = (each for each in map(_geometry, said) if each is not None)
+    said = chain(map(settings.get, _list_paths(name)), [settings], settings.values())
+    found = (each for each in map(_read_geometry, said) if each is not None)
     first = next(found, (4, 64))
     agreeing = (each for each in chain([first], found) if each[0] * each[1] == words * WORD)
     return next(agreeing, first)
 
 
-def _geometry(rule: Any) -> tuple[int, int] | None:
+def _read_geometry(rule: Any) -> tuple[int, int] | None:
     """Return the bits and the group that settings say; None if they don't."""
     if not isinstance(rule, Mapping):
         return None
@@ -152,7 +152,7 @@ def _geometry(rule: Any) -> tuple[int, int] | None:
 
 
 @cache
-def _paths(name: str) -> tuple[str, ...]:
+def _list_paths(name: str) -> tuple[str, ...]:
     """Return the names that MLX may have for a weight's module."""
     module, dot, projection = name.removesuffix(".weight").rpartition(".")
     stack, _, number = module.rpartition(".")

@@ -42,7 +42,11 @@ class RowPairs(ReadFormat):
         return self if self.block % BLOCK else INT4
 
     def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return parts if self.kept is self else INT4.hold(name, self._values(parts), parts["_scale"])
+        return (
+            parts
+            if self.kept is self
+            else INT4.hold(name, self._unpack_values(parts), parts["_scale"])
+        )
 
     def fits(self, shape: Shape) -> bool:
         return shape[0] % 2 == 0 and shape[1] % self.block == 0
@@ -53,11 +57,11 @@ class RowPairs(ReadFormat):
         return {"": Entry("U8", (rows // 2, columns)), "_scale": scale}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = self._values(parts).float().unflatten(1, (-1, self.block))
+        values = self._unpack_values(parts).float().unflatten(1, (-1, self.block))
         return values.mul_(parts["_scale"].float()[..., None]).flatten(1)
 
     @staticmethod
-    def _values(parts: Mapping[str, Tensor]) -> Tensor:
+    def _unpack_values(parts: Mapping[str, Tensor]) -> Tensor:
         pairs = parts[""].view(torch.int8)
         return torch.stack([pairs << 4 >> 4, pairs >> 4], dim=1).flatten(0, 1)
 

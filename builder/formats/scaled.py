@@ -114,17 +114,19 @@ def find_format(
     group = find_hinted_group(settings, name) if zero is None or len(scale.shape) == 2 else None
     if zero is None and weight.dtype == "I8" and group is not None and not group.symmetric:
         zero = Entry("I8", scale.shape)  # missing, which the check of the parts says
-    return _scaled(weight, scale, zero, _sides(weight, scale, group.block if group else ()))
+    return _make_scaled_format(
+        weight, scale, zero, _find_sides(weight, scale, group.block if group else ())
+    )
 
 
 @cache
-def _scaled(weight: Entry, scale: Entry, zero: Entry | None, sides: Shape) -> Format:
+def _make_scaled_format(weight: Entry, scale: Entry, zero: Entry | None, sides: Shape) -> Format:
     if weight.dtype == "F8_E4M3" and sides == (SIDE, SIDE) and scale.dtype in DTYPES and not zero:
         return Fp8(scale.dtype, "_scale")
     return ScaledValues(weight, scale, zero, sides)
 
 
-def _sides(weight: Entry, scale: Entry, block: Shape) -> Shape:
+def _find_sides(weight: Entry, scale: Entry, block: Shape) -> Shape:
     """Return the rows and columns that share a scale, by the shapes; 0 means all."""
     rows, columns = weight.shape
     count = (*scale.shape, 1, 1)

@@ -123,14 +123,14 @@ def list_weights(file: GgufFile) -> Iterator[GgufWeight]:
         if match := BLOCK.fullmatch(name):
             blocks.setdefault(int(match[1]), {})[match[2]] = tensor
         elif not name.endswith(UNUSED):
-            yield _weight(own, TOP.get(name, name), tensor)
+            yield _map_weight(own, TOP.get(name, name), tensor)
     for number, tensors in blocks.items():
         j = number - file.layers
         inside = own.modules and j >= 0
         at = f"{own.modules}{j}" if inside else f"model.layers.{number}"
         if j >= 0:
             _add_norm(file, own, tensors)
-        yield from _layer(file, own, at, tensors)
+        yield from _map_layer(file, own, at, tensors)
 
 
 def _add_norm(file: GgufFile, own: Architecture, tensors: dict[str, RawTensor]) -> None:
@@ -139,7 +139,7 @@ def _add_norm(file: GgufFile, own: Architecture, tensors: dict[str, RawTensor]) 
         tensors.setdefault("nextn.shared_head_norm.weight", file.tensor("output_norm.weight"))
 
 
-def _layer(
+def _map_layer(
     file: GgufFile, own: Architecture, at: str, tensors: dict[str, RawTensor]
 ) -> Iterator[GgufWeight]:
     """Yield the weights of a layer: those made of several tensors, stacks of experts, the rest."""
@@ -147,22 +147,22 @@ def _layer(
     if "attn_k_b.weight" in tensors and "attn_v_b.weight" in tensors:
         yield _join_kv_heads(at, tensors.pop("attn_k_b.weight"), tensors.pop("attn_v_b.weight"))
     if file.architecture == "qwen3next":
-        yield from _packed(file, at, tensors)
+        yield from _map_packed(file, at, tensors)
     for name, tensor in tensors.items():
         if match := STACK.fullmatch(name):
-            yield from _experts(f"{at}.mlp.experts", match[1], tensor)
+            yield from _split_experts(f"{at}.mlp.experts", match[1], tensor)
             continue
         stem, _, end = name.rpartition(".")
         found = WHOLE.get(name) or (f"{own.names[stem]}.{end}" if stem in own.names else None)
         if found is None:
-            yield _weight(own, f"{at}.{name}", tensor)
+            yield _map_weight(own, f"{at}.{name}", tensor)
             continue
         full = found if found.startswith("mtp.") else f"{at}.{found}"
-        order = _tiles(file, name) if own.tiled else {}
-        yield _weight(own, full, tensor, **order)
+        order = _find_tiles(file, name) if own.tiled else {}
+        yield _map_weight(own, full, tensor, **order)
 
 
-def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> GgufWeight:
+def _map_weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> GgufWeight:
     """Return a weight made from one tensor, with the values that the checkpoint has."""
     shape = tensor.shape
     change: Change | None = None
@@ -178,7 +178,7 @@ def _weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -> Gg
     return GgufWeight(name, shape, (tensor,), change=change, as_floats=as_floats, **order)
 
 
-def _tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
+def _find_tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
     """Return the order of a tensor's value heads, for those that have any."""
     keys, values = file.key("ssm.group_count"), file.key("ssm.time_step_rank")
     if keys == values:
@@ -199,7 +199,7 @@ def _tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
     return {}
 
 
-def _packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[GgufWeight]:
+def _map_packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[GgufWeight]:
     """Yield Qwen3-Next's projections, which the checkpoint has one key head after the other."""
     if "ssm_ba.weight" in tensors:
         ba = tensors.pop("ssm_ba.weight")
@@ -218,7 +218,7 @@ def _packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Iterator[
     yield GgufWeight(f"{at}.linear_attn.in_proj_qkvz.weight", shape, (qkv, z), rows=rows)
 
 
-def _experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]:
+def _split_experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]:
     """Yield each expert's weight of a stack; gate and up may be one tensor, the gate first."""
     kinds = ("gate", "up") if kind == "gate_up" else (kind,)
     count, rows = stack.shape[0], stack.shape[1] // len(kinds)

@@ -111,28 +111,28 @@ class GgufWeight:
         """Read the tensor that its entry describes."""
         if self.change is not None:
             shaped = (
-                self._ordered(each.decode(each.read(self.expert))).reshape(each.shape)
+                self._reorder(each.decode(each.read(self.expert))).reshape(each.shape)
                 for each in self.tensors
             )
             return torch.from_numpy(np.ascontiguousarray(self.change(*shaped))).reshape(self.shape)
         if len({tensor.type for tensor in self.tensors}) > 1:
             decoded = [tensor.decode(tensor.read(self.expert)) for tensor in self.tensors]
-            return torch.from_numpy(self._ordered(np.concatenate(decoded))).reshape(self.shape)
+            return torch.from_numpy(self._reorder(np.concatenate(decoded))).reshape(self.shape)
         tensor = self.tensors[0]
         blocks = np.concatenate([each.read(self.expert) for each in self.tensors])
         blocks = blocks[self.part or slice(None)]
         if self.suffix is not None and tensor.type in MINIMA:
-            part = self._ordered(tensor.shifted(blocks)[self.suffix], BLOCK)
+            part = self._reorder(tensor.shifted(blocks)[self.suffix], BLOCK)
             return torch.from_numpy(part)
         if self.suffix is not None:
-            return self._integers(self._ordered(blocks, tensor.block))
+            return self._read_integers(self._reorder(blocks, tensor.block))
         if tensor.type in FLOATS:
             dtype: torch.dtype = getattr(torch, FLOATS[tensor.type])
-            values = np.ascontiguousarray(self._ordered(blocks))
+            values = np.ascontiguousarray(self._reorder(blocks))
             return torch.from_numpy(values).view(dtype).reshape(self.shape)
-        return torch.from_numpy(self._ordered(tensor.decode(blocks))).reshape(self.shape)
+        return torch.from_numpy(self._reorder(tensor.decode(blocks))).reshape(self.shape)
 
-    def _ordered(self, values: npt.NDArray[Any], unit: int = 1) -> npt.NDArray[Any]:
+    def _reorder(self, values: npt.NDArray[Any], unit: int = 1) -> npt.NDArray[Any]:
         """Put rows and columns in the checkpoint's order; unit: columns in a block."""
         if self.rows is not None:
             values = values[self.rows]
@@ -140,7 +140,7 @@ class GgufWeight:
             values = values[:, self.columns.grouped(unit)]
         return np.ascontiguousarray(values)
 
-    def _integers(self, blocks: Bytes) -> Tensor:
+    def _read_integers(self, blocks: Bytes) -> Tensor:
         """Return the codes or the scales of blocks as our own integers have them."""
         if self.suffix == "_scale":
             scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]

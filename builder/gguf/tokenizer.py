@@ -91,7 +91,7 @@ def make_tokenizer(file: GgufFile) -> Tokenizer | None:
     patterns, normalised = split
     # Unused tokens, which pad the vocabulary to the embedding's rows, are in no tokenizer.
     kept = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [_pair(merge) for merge in keys[f"{AT}merges"]]
+    merges = [_split_pair(merge) for merge in keys[f"{AT}merges"]]
     try:
         backend = Tokenizer(models.BPE(vocab=kept, merges=merges))
     except Exception as error:  # the package raises its own, which has no class of its own
@@ -112,7 +112,7 @@ def make_tokenizer(file: GgufFile) -> Tokenizer | None:
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
+def _split_pair(merge: str) -> tuple[str, str]:
     left, _, right = merge.partition(" ")
     return left, right
 

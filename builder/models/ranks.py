@@ -20,13 +20,13 @@ def check_ranks(
     number to list.
     """
     ranks.check(config.n_routed_experts)
-    if why := _obstacle(config, ranks, formats or {}):
+    if why := _find_obstacle(config, ranks, formats or {}):
         others = ranks.others(most)
-        good = [other.tp for other in others if not _obstacle(config, other, formats or {})]
+        good = [other.tp for other in others if not _find_obstacle(config, other, formats or {})]
         raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {join_numbers(good)}")
 
 
-def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
+def _find_obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
     """Describe the first size that does not split into its parts; "" if all do."""
     for split in family_of(config).split_sizes(config, ranks):
         format = FORMATS.get(formats.get(split.weights, "")) if split.parts > 1 else None

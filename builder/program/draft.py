@@ -199,16 +199,16 @@ class CheckedDrafter(Drafter):
     def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
         drafts, new = self.drafter(model, ReadableStates(state, self.name), step)
         self._compare("drafts", drafts, torch.int64, (self.nextn,))
-        return drafts, self._checked(new)
+        return drafts, self._check_state(new)
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
-        return self._checked(
+        return self._check_state(
             self.drafter.prefill(model, ReadableStates(state, self.name), tokens, hidden, rows)
         )
 
-    def _checked(self, new: State) -> State:
+    def _check_state(self, new: State) -> State:
         for name in sorted(self.names ^ new.keys()):
             fault = "leaves out" if name in self.names else "does not declare"
             raise BuildError(f"drafter {self.name}: its program {fault} state {name}")

@@ -58,7 +58,9 @@ class EngineWeights:
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
             tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
-            tensors = self._reported(tensors, sum(prod(each.shape) for each in entries.values()))
+            tensors = self._report_tensors(
+                tensors, sum(prod(each.shape) for each in entries.values())
+            )
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             self._note_losses()
             shared(done.sha256)
@@ -81,7 +83,7 @@ class EngineWeights:
         if notes:
             logger.warning("note: quantised weights %s", "; others ".join(notes))
 
-    def _reported(
+    def _report_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], total: int
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and report progress; then log how many blocks have lost accuracy."""

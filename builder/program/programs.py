@@ -98,14 +98,14 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     state = tuple(spec.name for spec in state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
-    steps = (_steps(plan, model, state, nextn, B) for nextn in counts)
+    steps = (_make_step_programs(plan, model, state, nextn, B) for nextn in counts)
     return *_prefill(plan, model, state), *chain.from_iterable(steps)
 
 
 def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
     filled = tuple(name for name in state if name not in STEP_STATES)
-    inputs = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
-    ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
+    inputs = {"tokens": _make_ints(1, EXAMPLE_CHUNK), "start": _make_ints(1)}
+    ahead = {"ahead": _make_ints(1, plan.lookahead)} if plan.lookahead else {}
     style, whole, drafter = plan.style, plan.style.fixed, make_drafter(plan, plan.nextn)
     parts = model, drafter, style.pipeline.expands_prompts
     yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, inputs | ahead, whole=whole)
@@ -115,11 +115,11 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
         given = inputs | ahead | {HIDDEN: torch.zeros(shape, dtype=dtype)}
         yield Program(FILL_DRAFTER, FillDrafterProgram(*parts).eval(), missed, given, whole=whole)
     if plan.score:
-        inputs |= {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
+        inputs |= {"following": _make_ints(1, EXAMPLE_CHUNK)} | ahead
         yield Program(SCORE, ScoreProgram(*parts).eval(), filled, inputs, SCORES, whole=whole)
 
 
-def _steps(
+def _make_step_programs(
     plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
 ) -> Iterator[Program]:
     """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
@@ -151,5 +151,5 @@ def _make_example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 
-def _ints(*shape: int) -> Tensor:
+def _make_ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)

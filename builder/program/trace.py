@@ -82,12 +82,14 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
         )
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     signature, names = exported.graph_signature, (*program.state, *program.arguments)
-    inputs = tuple(map(_spec, names, (values[name] for name in signature.user_inputs)))
-    outputs = tuple(map(_spec, program.outputs, (values[name] for name in signature.user_outputs)))
+    inputs = tuple(map(_make_spec, names, (values[name] for name in signature.user_inputs)))
+    outputs = tuple(
+        map(_make_spec, program.outputs, (values[name] for name in signature.user_outputs))
+    )
     return TracedProgram(program.name, exported, inputs, outputs, plan)
 
 
-def _spec(name: str, value: torch.Tensor) -> TensorSpec:
+def _make_spec(name: str, value: torch.Tensor) -> TensorSpec:
     # A size that varies is a symbol: first `batch`, then `rows` of caches or `chunk` of prompts.
     symbols = ("batch", *("chunk" if name in CHUNKED else "rows" for _ in value.shape[1:]))
     sizes = zip(value.shape, symbols, strict=True)

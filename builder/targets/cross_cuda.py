@@ -127,7 +127,7 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         _register_noop_guard()
         undo.callback(_clear_caches)
-        for owner, name, value in _answers(gpu, capability, _make_cuda_home(scratch)):
+        for owner, name, value in _list_answers(gpu, capability, _make_cuda_home(scratch)):
             _replace(undo, owner, name, value)
         _clear_caches()
         try:
@@ -153,7 +153,7 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
         undo.callback(setattr, owner, name, before)
 
 
-def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
+def _list_answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
     """List the attributes to replace while compiling: owner, name, value."""
     from torch._dynamo import device_interface
     from torch._inductor import graph, select_algorithm

@@ -148,7 +148,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
     with (
         # In `folder`, so that it is removed with the leftovers of an aborted build.
         tempfile.TemporaryDirectory(dir=folder) as scratch,
-        _machine(plan, scratch),
+        _choose_machine(plan, scratch),
         _pretend_group(plan.ranks.tp),
         # Ignore torch's warnings about the graphs that it copies.
         warnings.catch_warnings(action="ignore"),
@@ -166,7 +166,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
     return file
 
 
-def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
+def _choose_machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
     """Return the context in which to compile: `without_gpu` for a GPU that is not here."""
     if not crosses(plan):
         return contextlib.nullcontext()

@@ -153,7 +153,7 @@ def compile_program(
     lists the weights that are inputs. values: see `convert`. Raises BuildError.
     """
     trt = tensorrt_api(NAME)
-    with _quiet(trt):
+    with _silence(trt):
         try:
             interpreter = convert(traced, values)
         except ContractError as error:
@@ -214,7 +214,7 @@ def _interpret(exported: ExportedProgram, traced: TracedProgram, shared: Mapping
     """Run Torch-TensorRT's steps up to the network, which we name and compile ourselves."""
     compilation = settings()
     module = lowering().post_lowering(exported.module(), compilation)
-    inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
+    inputs = [_make_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _make_interpreter_class()(module, inputs, compilation_settings=compilation)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `all_reduce`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
@@ -250,7 +250,7 @@ def _make_interpreter_class() -> Any:
     return Interpreter
 
 
-def _input(spec: TensorSpec, chunk: int) -> Any:
+def _make_input(spec: TensorSpec, chunk: int) -> Any:
     least, most = (
         tuple(size if isinstance(size, int) else tokens for size in spec.shape)
         for tokens in (1, chunk)
@@ -262,7 +262,7 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(trt: ModuleType) -> Iterator[None]:
+def _silence(trt: ModuleType) -> Iterator[None]:
     """Silence the messages about each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
     level, errors = compiler.level, make_error_logger(trt).errors

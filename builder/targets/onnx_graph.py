@@ -31,7 +31,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
     dump_graph(traced.name, "export", model)
     run_passes(traced.plan.style.pipeline.lowered_passes, model, traced)
     for name, value in parameters.items():
-        value.const_value = _external(name, value, weights[name], folder)
+        value.const_value = _make_external(name, value, weights[name], folder)
     model.producer_name, model.producer_version = "mtpbuild", version("mtpbuild")
     file = f"{traced.name}.onnx"
     ir.save(model, folder / file)
@@ -80,7 +80,7 @@ def _detach_weights(model: ir.Model, weights: Mapping[str, ByteRange]) -> dict[s
     return parameters
 
 
-def _external(name: str, value: ir.Value, place: ByteRange, folder: Path) -> ir.ExternalTensor:
+def _make_external(name: str, value: ir.Value, place: ByteRange, folder: Path) -> ir.ExternalTensor:
     """Return a reference into the engine's weights file, so that no weight is stored twice."""
     return ir.ExternalTensor(
         WEIGHTS,

@@ -117,13 +117,13 @@ def keep_timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator
     If the file can't be read or written, a note says so, and the build only takes longer.
     """
     path = find_timing_cache(trt.__version__, capability)
-    with _noted(path):
+    with _collect_notes(path):
         known = path.read_bytes() if path.exists() else b""
         cache = config.create_timing_cache(known)
         if cache is None or not config.set_timing_cache(cache, False):
             config.set_timing_cache(config.create_timing_cache(b""), False)
     yield
-    with _noted(path):
+    with _collect_notes(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}")  # several builds may run at the same time
         fresh.write_bytes(bytes(config.get_timing_cache().serialize()))
@@ -131,7 +131,7 @@ def keep_timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator
 
 
 @contextlib.contextmanager
-def _noted(path: Path) -> Iterator[None]:
+def _collect_notes(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -125,14 +125,14 @@ class Trainer:
         torch.manual_seed(0)
         with ExitStack() as stack:
             stack.enter_context(model.loaded(plain.model.norm))
-            plain.lm_head = self._head()
+            plain.lm_head = self._find_head()
             for k in how.modules:
                 self._prepare(plain.module(k), stack.enter_context(model.loaded(plain.module(k))))
-            trained = [weight for _, weight in self._trained()]
+            trained = [weight for _, weight in self._list_trained()]
             self._train(torch.optim.AdamW(trained, betas=(0.9, 0.95), weight_decay=0.0))
-            return dict(self._weights())
+            return dict(self._list_weights())
 
-    def _head(self) -> nn.Linear:
+    def _find_head(self) -> nn.Linear:
         c = self.model.config
         head = nn.Linear(c.hidden_size, c.vocab_size, bias=False, device="meta")
         same = self.model.family.duplicates(c)
@@ -154,7 +154,7 @@ class Trainer:
                 low = LowRank(part.weight, how.lora)
                 parametrize.register_parametrization(part, "weight", low)
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _list_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model.plain.named_parameters()
         return ((name, weight) for name, weight in named if weight.requires_grad)
 
@@ -171,7 +171,7 @@ class Trainer:
             optimizer.zero_grad()
             with autocast:
                 loss = backward(self.model.plain, order[place], self.how)
-            nn.utils.clip_grad_norm_([weight for _, weight in self._trained()], 1.0)
+            nn.utils.clip_grad_norm_([weight for _, weight in self._list_trained()], 1.0)
             optimizer.step()
             left = say_time_left(start, number + 1 - done, steps - number - 1)
             self.watch(f"train: step {number + 1} of {steps}{left}, loss {loss:.3f}")
@@ -180,7 +180,7 @@ class Trainer:
                 saved = time.monotonic()
 
     def _save(self, optimizer: torch.optim.Optimizer, done: int) -> None:
-        weights = {name: weight.detach() for name, weight in self._trained()}
+        weights = {name: weight.detach() for name, weight in self._list_trained()}
         state = {"done": done, "weights": weights, "optimizer": optimizer.state_dict()}
         torch.save(state, new := self.folder / "unfinished.pt")
         os.replace(new, self.folder / STATE)
@@ -191,13 +191,13 @@ class Trainer:
             return 0
         state: dict[str, Any] = torch.load(path, weights_only=True)
         with torch.no_grad():
-            for name, weight in self._trained():
+            for name, weight in self._list_trained():
                 weight.copy_(state["weights"][name])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["done"])
 
     @torch.no_grad()
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _list_weights(self) -> Iterator[tuple[str, Tensor]]:
         for k in self.how.modules:
             module = self.model.plain.module(k)
             for part in [*module.modules()]:

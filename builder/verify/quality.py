@@ -33,13 +33,13 @@ def measure_distance(
         tokens = torch.tensor([[*prompt, *text.token_ids[:-1]]])
         logits = model.logits(model.main(tokens))[0, len(prompt) - 1 :]
         for wanted, found in zip(logits.log_softmax(-1), text.logprobs or (), strict=True):
-            divergences.append(_divergence(wanted, found))
+            divergences.append(_compute_divergence(wanted, found))
             same += int(wanted.argmax()) == found.top[0][0]
     count = len(divergences)
     return Distance(sum(divergences) / count, same / count, count)
 
 
-def _divergence(wanted: Tensor, found: TokenLogprobs) -> float:
+def _compute_divergence(wanted: Tensor, found: TokenLogprobs) -> float:
     """Return the KL divergence of an engine's top tokens, and of the rest as one token."""
     ids, logprobs = zip(*found.top, strict=True)
     q = torch.tensor(logprobs).double()
@@ -63,14 +63,16 @@ def acceptance_length(
         tokens = [*prompt, *text]
         hidden, at = model.main(torch.tensor([tokens])), len(prompt) + 1
         while at + nextn < len(tokens):
-            drafts = (_eagle if eagle else _vanilla)(model, tokens[:at], hidden[:, : at - 1], nextn)
+            drafts = (_draft_as_eagle if eagle else _draft_as_vanilla)(
+                model, tokens[:at], hidden[:, : at - 1], nextn
+            )
             right = [d == t for d, t in zip(drafts, tokens[at:], strict=False)]
             accepted = right.index(False) if False in right else nextn
             at, steps, emitted = at + accepted + 1, steps + 1, emitted + accepted + 1
     return emitted / steps if steps else 0.0
 
 
-def _eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
+def _draft_as_eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
     """Run module 1 over all tokens, then once per further draft on its own result."""
     follow, drafts = tokens[1:], list[int]()
     for k in range(nextn):
@@ -80,7 +82,7 @@ def _eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> lis
     return drafts
 
 
-def _vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
+def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
     """Run each module over all tokens, with the drafts so far as the last ones."""
     drafts, count = list[int](), len(tokens) - 1
     for k in range(1, nextn + 1):

@@ -101,7 +101,7 @@ class Calibration:
     @torch.no_grad()
     def run(self) -> Requantised:
         """Calibrate what an earlier run left, and return the view with all calibrated weights."""
-        steps, run = [*self._steps()], LayerPasses(self.folder, self.watch)
+        steps, run = [*self._list_steps()], LayerPasses(self.folder, self.watch)
         run.run(steps)
         files = dict[str, Path]()
         for number in range(len(steps)):
@@ -113,22 +113,22 @@ class Calibration:
     @property
     def wanted(self) -> list[str]:
         """The weights to calibrate."""
-        return [name for name in self.view.formats if self._wanted(name)]
+        return [name for name in self.view.formats if self._is_wanted(name)]
 
-    def _steps(self) -> Iterator[tuple[str, LayerPass]]:
+    def _list_steps(self) -> Iterator[tuple[str, LayerPass]]:
         """Yield a name and a function for each step."""
         c = self.config
         for i in range(c.num_hidden_layers):
-            yield f"calibrate layer {i}", partial(self._layer, i)
-        yield "calibrate head", self._head
+            yield f"calibrate layer {i}", partial(self._calibrate_layer, i)
+        yield "calibrate head", self._calibrate_head
         for k in range(1, c.num_nextn_predict_layers + 1):
-            yield f"calibrate MTP module {k}", partial(self._module, k)
+            yield f"calibrate MTP module {k}", partial(self._calibrate_module, k)
 
-    def _layer(self, i: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
+    def _calibrate_layer(self, i: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
         run = (partial(self.model.run_layer, i, x) for x in self.model.inputs(i, hidden))
         return self._calibrate(self.model.plain.model.layers[i], run, parts)
 
-    def _module(self, k: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
+    def _calibrate_module(self, k: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
         """Calibrate MTP module k, from 1; hidden: of the module before it, or of the trunk."""
         plain, module = self.model.plain, self.model.plain.module(k)
 
@@ -141,11 +141,11 @@ class Calibration:
         pairs = zip(self.batches, hidden, strict=True)
         return self._calibrate(module, (partial(run, t, x) for t, x in pairs), parts)
 
-    def _head(self, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
+    def _calibrate_head(self, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
         """Calibrate the head; yield the trunk's hidden states as MTP modules read them."""
         plain, sums = self.model.plain, InputSums()
         for x in self.model.run_norm(hidden):
-            if self._wanted(HEAD):
+            if self._is_wanted(HEAD):
                 sums.add(HEAD, plain.logits(x))
                 sums.end_batch()
             yield x
@@ -157,7 +157,7 @@ class Calibration:
     ) -> Iterator[Tensor]:
         """Run a module on all batches, and calibrate its weights."""
         with self.model.loaded(module) as products:
-            wanted = {name: part for name, part in products.items() if self._wanted(name)}
+            wanted = {name: part for name, part in products.items() if self._is_wanted(name)}
             sums = InputSums()
             for run in runs:
                 with sums.watch(wanted):
@@ -186,5 +186,5 @@ class Calibration:
         refuse_too_large(INT4, name, rows)
         return encode_calibrated(INT4, rows, shares)
 
-    def _wanted(self, name: str) -> bool:
+    def _is_wanted(self, name: str) -> bool:
         return self.view.formats.get(name) is INT4

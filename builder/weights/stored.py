@@ -138,7 +138,7 @@ class Checkpoint:
             if part.is_floating_point():
                 self._refuse_not_finite(name + suffix, part.float())
         if (fault := format.fault(parts)) is not None:
-            raise self._wrong(name, fault)
+            raise self._make_error(name, fault)
         return parts
 
     def read_kept_parts(self, name: str, held: Format | None = None) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class Checkpoint:
         assert format is not None
         kept = format.kept
         if held is not None and held.packs and not held.holds(kept):
-            return self._rounded(name, held)
+            return self._round_weight(name, held)
         stored = self.parts(name)
         parts = format.keep(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
@@ -159,7 +159,7 @@ class Checkpoint:
             self.losses.update({name: loss} if loss.changes else {})
         return parts
 
-    def _rounded(self, name: str, held: Format) -> dict[str, Tensor]:
+    def _round_weight(self, name: str, held: Format) -> dict[str, Tensor]:
         """Read a weight and encode it in another format; note the loss."""
         pieces: list[dict[str, Tensor]] = []
         loss = Loss()
@@ -177,7 +177,7 @@ class Checkpoint:
             yield from self.read(name).split(PIECE)
             return
         for start in range(0, self.tensors[name].shape[0], PIECE):
-            with self._opened(name) as (file, entry):
+            with self._open_file(name) as (file, entry):
                 piece = file.get_slice(entry.name)[start : start + PIECE].float()
             self._refuse_not_finite(name, piece)
             yield piece
@@ -186,7 +186,7 @@ class Checkpoint:
         """Read a tensor as it is stored."""
         if (source := self.tensors[name].source) is not None:
             return source.read()
-        with self._opened(name) as (file, entry):
+        with self._open_file(name) as (file, entry):
             if entry.part is None:
                 tensor: Tensor = file.get_tensor(entry.name)
                 return tensor
@@ -198,7 +198,7 @@ class Checkpoint:
             return own[0]
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
+    def _open_file(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
         """Open the file that holds a tensor; raise CheckpointError if it can't be read."""
         entry = self.tensors[name]
         try:
@@ -209,9 +209,9 @@ class Checkpoint:
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # NaN gives NaN
-            raise self._wrong(name, "holds NaN or Inf")
+            raise self._make_error(name, "holds NaN or Inf")
 
-    def _wrong(self, name: str, what: str) -> CheckpointError:
+    def _make_error(self, name: str, what: str) -> CheckpointError:
         return CheckpointError(f"{self.tensors[name].file}: tensor {name} {what}")
 
     def check(self, config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
@@ -290,7 +290,7 @@ class Checkpoint:
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):
             both = {copy.name, copy.original} <= self.tensors.keys()
-            if not both or self._equal(copy.name, copy.original):
+            if not both or self._compare_weights(copy.name, copy.original):
                 continue
             if copy.module is None:
                 raise CheckpointError(
@@ -300,7 +300,7 @@ class Checkpoint:
             (heads if copy.head else embeddings).append(copy.module)
         return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
-    def _equal(self, name: str, other: str) -> bool:
+    def _compare_weights(self, name: str, other: str) -> bool:
         """Compare two weights some rows at a time, as an embedding may be large."""
         pairs = zip_longest(self.rows(name), self.rows(other), fillvalue=torch.empty(0))
         return all(torch.equal(one, two) for one, two in pairs)
@@ -315,18 +315,20 @@ class Checkpoint:
         if format is None or len(stored.shape) != 2:
             if not self.tensors[name].floats:
                 dtype = self.tensors[name].dtype
-                raise self._wrong(name, f"is {dtype}; supported: {SUPPORTED}")
+                raise self._make_error(name, f"is {dtype}; supported: {SUPPORTED}")
             self._check_shape(name, stored.shape, "config.json")
             return {name}
         if not format.fits(stored.shape):
             shape = f"of shape {list(stored.shape)}"
-            raise self._wrong(name, f"{shape} does not split into the blocks of {format.name}")
+            raise self._make_error(name, f"{shape} does not split into the blocks of {format.name}")
         parts = format.parts(stored.shape)
         missing = (name + suffix for suffix in parts if name + suffix not in self.tensors)
         self._refuse(missing, "missing tensor")
         for suffix, entry in parts.items():
             if (dtype := self.tensors[name + suffix].dtype) != entry.dtype:
-                raise self._wrong(name + suffix, f"is {dtype}, {format.name} needs {entry.dtype}")
+                raise self._make_error(
+                    name + suffix, f"is {dtype}, {format.name} needs {entry.dtype}"
+                )
             self._check_shape(name + suffix, entry.shape, f"{format.name} of {list(stored.shape)}")
         module = name.removesuffix("weight")
         return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
@@ -340,4 +342,4 @@ class Checkpoint:
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
-            raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
+            raise self._make_error(name, f"has shape {[*found]}, {why} makes it {[*shape]}")

@@ -118,19 +118,21 @@ class LayerPasses:
 
     def run(self, steps: Sequence[tuple[str, LayerPass]]) -> None:
         """Run what an earlier run left of these named steps."""
-        start, done = time.monotonic(), self._finished()
+        start, done = time.monotonic(), self._count_finished()
         for number, (name, step) in enumerate(steps[done:], done):
             left = say_time_left(start, number - done, len(steps) - number)
             self.watch(f"{name} ({number + 1} of {len(steps)}{left})")
             shutil.rmtree(new := self.folder / "unfinished", ignore_errors=True)
             new.mkdir()
             parts: Parts = {}
-            for b, x in enumerate(step(self._hidden(number - 1), parts)):
+            for b, x in enumerate(step(self._read_hidden(number - 1), parts)):
                 save_file({"hidden": x.contiguous()}, new / f"{b}.safetensors")
             save_file({n: tensor.contiguous() for n, tensor in parts.items()}, new / "parts")
             os.replace(new / "parts", self.parts(number))
-            new.rename(self._place(number))  # the last of a step, so one that is there is whole
-            shutil.rmtree(self._place(number - 1), ignore_errors=True)
+            new.rename(
+                self._name_place(number)
+            )  # the last of a step, so one that is there is whole
+            shutil.rmtree(self._name_place(number - 1), ignore_errors=True)
 
     def parts(self, number: int) -> Path:
         """Return the file of a step's parts."""
@@ -138,16 +140,16 @@ class LayerPasses:
 
     def files(self, number: int) -> list[Path]:
         """Return the files of a step's hidden states, by batch."""
-        place = self._place(number)
+        place = self._name_place(number)
         return [place / f"{b}.safetensors" for b in range(len([*place.glob("*")]))]
 
-    def _hidden(self, number: int) -> Iterator[Tensor]:
+    def _read_hidden(self, number: int) -> Iterator[Tensor]:
         return map(read_hidden, self.files(number))
 
-    def _place(self, number: int) -> Path:
+    def _name_place(self, number: int) -> Path:
         return self.folder / f"hidden-{number}"
 
-    def _finished(self) -> int:
+    def _count_finished(self) -> int:
         last = [int(path.name.partition("-")[2]) for path in self.folder.glob("hidden-*")]
         return max(last, default=-1) + 1
 

@@ -101,7 +101,7 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
     if style.packs_weights:
         formats |= _choose_per_head_formats(weights, formats)
     held = (
-        replace(each, format=formats.get(each.name), layout=_layout(each, formats, style))
+        replace(each, format=formats.get(each.name), layout=_choose_layout(each, formats, style))
         for each in weights
     )
     table = replace(table, weights=tuple(held), joined=joined)
@@ -130,7 +130,7 @@ def _choose_per_head_formats(
     """
     chosen = dict[str, Format]()
     for weight in weights:
-        o_proj = formats.get(f"{_module(weight.name)}.o_proj")
+        o_proj = formats.get(f"{_name_module_of(weight.name)}.o_proj")
         if weight.wide_heads and o_proj is not None and o_proj.packs:
             _, inputs, outputs = weight.per_head
             if INT8.fits((outputs, inputs)):
@@ -192,18 +192,26 @@ def _can_stay(weight: Weight, share: Share) -> bool:
 def _drop_unpaired(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = (weight for weight in weights if weight.slices > 1)
-    odd = {_module(w.name) for w in stacks if w.name not in formats or not formats[w.name].packs}
-    return {n: format for n, format in formats.items() if not format.packs or _module(n) not in odd}
+    odd = {
+        _name_module_of(w.name)
+        for w in stacks
+        if w.name not in formats or not formats[w.name].packs
+    }
+    return {
+        n: format
+        for n, format in formats.items()
+        if not format.packs or _name_module_of(n) not in odd
+    }
 
 
-def _layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:
+def _choose_layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:
     """Return the layout of a weight."""
     if style.packs_weights:
         return Layout.PACKED if weight.multiplied else Layout.PLAIN
-    quantised = any(f"{_module(weight.name)}.{leaf}" in formats for leaf in STACKS)
+    quantised = any(f"{_name_module_of(weight.name)}.{leaf}" in formats for leaf in STACKS)
     rows = not style.for_gpu and weight.slices > 1 and not quantised
     return Layout.ROWS if rows else Layout.PLAIN
 
 
-def _module(name: str) -> str:
+def _name_module_of(name: str) -> str:
     return name.rpartition(".")[0]

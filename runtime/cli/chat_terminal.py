@@ -191,7 +191,7 @@ class AnswerScreen:
                 self._fold()
                 self._show_content(span)
             else:
-                self._think(span.text if span.kind == "reasoning" else "")
+                self._show_thinking(span.text if span.kind == "reasoning" else "")
         if self._thinking and self._thought.strip():
             self._write(CLEAR_LINE + self._dim(self._cut_to_line()))
         self._out.flush()
@@ -202,7 +202,7 @@ class AnswerScreen:
         self._write("\n")
         self._out.flush()
 
-    def _think(self, text: str) -> None:
+    def _show_thinking(self, text: str) -> None:
         if not self._thinking:
             self._thinking, self._began = True, time.perf_counter()
         self._thought += text

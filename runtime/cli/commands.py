@@ -134,7 +134,7 @@ def run(
         }
         typed = find_given_flags(context, usual)
         sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
-    form = None if json_schema is None else _form(json_schema)
+    form = None if json_schema is None else _read_form(json_schema)
     params = make_sampling_params(sampling, settings, manifest, structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
@@ -181,8 +181,8 @@ def _find_prompt(
         return text
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if chat is not None:
-        return engine.chat_ids([*messages, _question(chat, "--chat")], **options)
-    piped = _question(_read_text(STDIN).strip(), "standard input")
+        return engine.chat_ids([*messages, _make_question(chat, "--chat")], **options)
+    piped = _make_question(_read_text(STDIN).strip(), "standard input")
     return chat_or_text(engine, [*messages, piped], options)
 
 
@@ -239,25 +239,25 @@ def _chat_options(kwargs: str | None, system: str | None, *, chats: bool) -> "Ch
         raise UsageError(f"{name} goes with --chat; a line of --input has its own messages")
     if kwargs is None:
         return {}
-    return {"chat_template_kwargs": _parsed(kwargs, "--chat-template-kwargs")}
+    return {"chat_template_kwargs": _parse_input(kwargs, "--chat-template-kwargs")}
 
 
-def _form(schema: Path) -> "StructuredOutputs":
+def _read_form(schema: Path) -> "StructuredOutputs":
     """Read the file of --json-schema."""
     from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 
     text = _read_text(schema, "--json-schema")
-    return StructuredOutputs(json=_parsed(text, f"--json-schema {schema}"))
+    return StructuredOutputs(json=_parse_input(text, f"--json-schema {schema}"))
 
 
-def _parsed(text: str, flag: str) -> Any:
+def _parse_input(text: str, flag: str) -> Any:
     try:
         return loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag}: not JSON ({error})") from None
 
 
-def _question(text: str, source: str) -> "Message":
+def _make_question(text: str, source: str) -> "Message":
     if not text:
         raise UsageError(f"{source}: the question is empty; or give one of {PROMPTS}")
     return {"role": "user", "content": text}

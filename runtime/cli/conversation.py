@@ -50,7 +50,7 @@ class Conversation:
         self._last: ChatResult | None = None
         self._before_edit: _Turns | None = None  # what `restore` puts back
         self._place: Path | None = None  # where it is saved
-        self._render([_question("?")])
+        self._render([_make_question("?")])
 
     def take(self, text: str) -> None:
         """Run a command or ask a question; say what is wrong with it, and change nothing then."""
@@ -67,7 +67,7 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Answer a question, before which the texts of `/file` stand."""
-        question = _question(self._files + text)
+        question = _make_question(self._files + text)
         earlier = self.messages if self.chats else []  # texts don't build on each other
         try:
             self._answer([*earlier, question])
@@ -84,16 +84,16 @@ class Conversation:
 
     def help(self, _: str = "") -> None:
         """Say what the commands are."""
-        width = max(len(_usage(name)) for name in COMMANDS)
+        width = max(len(_describe_usage(name)) for name in COMMANDS)
         for name, command in COMMANDS.items():
-            self.say(f"{_usage(name):{width}}  {command.help}")
+            self.say(f"{_describe_usage(name):{width}}  {command.help}")
         self.say("Alt-Enter or Ctrl-J begins a line, Ctrl-C clears the text or ends an answer")
 
     def set_system(self, text: str) -> None:
         """Set the system message of the answers to come; an empty text removes it."""
         before, self.system = self.system, text or None
         try:
-            self._render([_question("?")])
+            self._render([_make_question("?")])
         except MtpbuildError:
             self.system = before
             raise
@@ -154,7 +154,7 @@ class Conversation:
             raise UsageError("/save: give a file")
         if path != self._place and path.exists():
             raise UsageError(f"/save {path}: it exists; give a new file")
-        opening = [] if self.system is None else [_system(self.system)]
+        opening = [] if self.system is None else [_make_system_message(self.system)]
         line = {"messages": [*opening, *self.messages], **self.options}
         try:
             with replace_file(path) as file:
@@ -180,7 +180,7 @@ class Conversation:
         given = lines[0].chat_options()
         options = cast(ChatOptions, {n: v for n, v in given.items() if n in KEPT_OPTIONS})
         answered = bool(messages) and messages[-1].get("role") != "user"
-        trial = [*messages, _question("?")] if answered or not messages else messages
+        trial = [*messages, _make_question("?")] if answered or not messages else messages
         with suppress(ContextLengthError):  # the next question drops the oldest turns
             chat_or_text(self.engine, [*opening, *trial], options)
         self.system = str(opening[0].get("content") or "") if opening else None
@@ -217,7 +217,7 @@ class Conversation:
             reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise UsageError(f"/file {path}: can't be read ({reason})") from None
         whole = f'<file name="{path.name}">\n{content}\n</file>\n\n'
-        self._render([_question(self._files + whole)])  # is it too long?
+        self._render([_make_question(self._files + whole)])  # is it too long?
         self._files += whole
         self.say(f"{path.name}: {len(content):,} characters, sent with the next question")
 
@@ -271,7 +271,7 @@ class Conversation:
         return messages[newest:], self._render(messages[newest:])
 
     def _render(self, messages: Sequence[Message]) -> Prompt:
-        opening = [] if self.system is None else [_system(self.system)]
+        opening = [] if self.system is None else [_make_system_message(self.system)]
         return chat_or_text(self.engine, [*opening, *messages], self.options)
 
     def _find_last_question(self) -> int:
@@ -327,11 +327,11 @@ def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptio
     return str(messages[-1]["content"])
 
 
-def _question(text: str) -> Message:
+def _make_question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _system(text: str) -> Message:
+def _make_system_message(text: str) -> Message:
     return {"role": "system", "content": text}
 
 
@@ -344,5 +344,5 @@ def _count_questions(messages: Sequence[Message]) -> int:
     return sum(message["role"] == "user" for message in messages)
 
 
-def _usage(name: str) -> str:
+def _describe_usage(name: str) -> str:
     return f"/{name} {COMMANDS[name].argument}".rstrip()

@@ -111,7 +111,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
     """Print the manifest as tables."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
-    for fact in _facts(folder, manifest):
+    for fact in _list_facts(folder, manifest):
         facts.add_row(*fact)
     state = {s.name for s in manifest.state}
     programs = Table("program", "inputs", "outputs", "state")
@@ -124,7 +124,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
             )
             for given in (program.inputs, program.outputs)
         )
-        carried = _series(t.name for t in program.inputs if t.name in state)
+        carried = _shorten_series(t.name for t in program.inputs if t.name in state)
         programs.add_row(name, *tensors, "\n".join(carried))
     files = Table("file", "bytes", "sha256")
     for name, file in sorted(manifest.files.items()):
@@ -133,7 +133,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
         console.print(table)
 
 
-def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of an engine's properties."""
     model, build, target = manifest.model, manifest.build, manifest.target
     yield "model", f"{model.name} ({model.architecture}), {model.parameters:,} parameters"
@@ -185,7 +185,7 @@ def _facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "size", f"{size / 1e6:,.1f} MB, all files present, {checked} as built"
 
 
-def _series(names: Iterable[str]) -> Iterator[str]:
+def _shorten_series(names: Iterable[str]) -> Iterator[str]:
     """Shorten a list of names: kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
     for _, group in groupby(names, lambda name: name.rpartition(".")[0] or name):
         first, *rest = group

@@ -50,7 +50,7 @@ def _read_json(text: str, where: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=distinct)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: not JSON {_place(text, error.pos)}") from None
+        raise UsageError(f"{where}: not JSON {_describe_place(text, error.pos)}") from None
     except RecursionError:
         raise UsageError(f"{where}: not JSON, nested too deep") from None
 
@@ -73,7 +73,7 @@ def _read_yaml(path: Path, where: str) -> object:
         raise UsageError(f"{where}: not YAML{place} ({problem})") from None
 
 
-def _place(text: str, at: int) -> str:
+def _describe_place(text: str, at: int) -> str:
     rest = text[at:]
     if not rest:
         return "at its end"
@@ -110,7 +110,7 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
             raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
         name, known = f"{where}: {key}", table.get(key)
         if known is None:
-            raise UsageError(f"{where}: unknown key {key!r}{_nearest(key, table)}")
+            raise UsageError(f"{where}: unknown key {key!r}{_suggest_nearest(key, table)}")
         if isinstance(known, tables.Methods):
             yield from check_method(known.ours if value is None else value, known, name)
         elif isinstance(known, Mapping):
@@ -130,9 +130,9 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
 
 def check_method(name: object, methods: tables.Methods, where: str) -> Iterator[Given]:
     """Yield a note for a deprecated name of the MTP method; raise UsageError for another method."""
-    names = {_spelling(method): method for method in (methods.ours, *methods.others)}
-    given = _spelling(name)
-    if given in [_spelling(f"{model}_mtp") for model in methods.models]:
+    names = {_spell(method): method for method in (methods.ours, *methods.others)}
+    given = _spell(name)
+    if given in [_spell(f"{model}_mtp") for model in methods.models]:
         yield NOTES, where, (f"{where} {name!r} is deprecated: write {methods.ours!r}",)
     elif names.get(given) != methods.ours:
         unknown = f"unknown method {name!r:.60}, known: {', '.join(names.values())}"
@@ -140,11 +140,11 @@ def check_method(name: object, methods: tables.Methods, where: str) -> Iterator[
         raise UsageError(f"{where}: {other if given in names else unknown}")
 
 
-def _spelling(name: object) -> str:
+def _spell(name: object) -> str:
     return str(name).lower().replace("_", "").replace("-", "")
 
 
-def _nearest(key: str, table: tables.Table) -> str:
+def _suggest_nearest(key: str, table: tables.Table) -> str:
     """Return a hint for an unknown key: its place, its name in this table, or a similar key."""
     if table is tables.TRTLLM and key in tables.SPECULATIVE:
         return "; it belongs under speculative_config"

@@ -38,7 +38,7 @@ def check_form(kind: str, text: str) -> None:
 
 
 def _check_schemas(schemas: list[Any]) -> None:
-    objects = [each for schema in schemas for each in _objects(schema)]
+    objects = [each for schema in schemas for each in _walk_objects(schema)]
     named, matched = (
         [each[name] for each in objects if isinstance(each.get(name), dict)]
         for name in ("properties", "patternProperties")
@@ -69,7 +69,7 @@ def _parse_or_none(text: str) -> Any:
         return None
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
+def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield each object inside a JSON value."""
     pending = [value]
     while pending:

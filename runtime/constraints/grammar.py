@@ -82,8 +82,10 @@ class GrammarMatcher:
         for row in range(len(allowed)):
             if not thinking:
                 fill_next_token_bitmask(matcher, allowed, row)
-                if row < last and (row == len(tokens) or not _allows(allowed, row, tokens[row])):
-                    forced = self._forced()[: last - row]
+                if row < last and (
+                    row == len(tokens) or not _is_allowed(allowed, row, tokens[row])
+                ):
+                    forced = self._find_forced()[: last - row]
                     if not forced:
                         break
                     self.kept = min(self.kept, row)
@@ -107,7 +109,7 @@ class GrammarMatcher:
             self._matcher.consume_token(token)
             self._check()
 
-    def _forced(self) -> list[int]:
+    def _find_forced(self) -> list[int]:
         """Return the tokens that must come next; [] if several tokens may."""
         if self._matcher.is_stopped():
             return [*self._end_ids] if len(self._end_ids) == 1 else []
@@ -202,14 +204,14 @@ class Grammars:
             tokens: Any = GrammarTokens(self._tokenizer, model.vocab_size, end_ids)
             self._vocabulary = llguidance.LLTokenizer(tokens, eos_token=end_ids)
         limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-        source = _source(form)
+        source = _write_source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_cut_to_one_line(matcher.get_error())}")
         return matcher
 
 
-def _source(form: StructuredOutputs) -> str:
+def _write_source(form: StructuredOutputs) -> str:
     """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
@@ -240,7 +242,7 @@ def _source(form: StructuredOutputs) -> str:
         raise RequestError(f"structured_outputs: {_cut_to_one_line(str(error))}") from None
 
 
-def _allows(mask: Words, row: int, token: int) -> bool:
+def _is_allowed(mask: Words, row: int, token: int) -> bool:
     return bool(mask[row, token // WORD] >> (token % WORD) & 1)
 
 

@@ -86,9 +86,9 @@ def _read_class(pattern: str, at: int) -> tuple[str, int]:
 
 def _read_member(pattern: str, at: int) -> tuple[str, int | None, int]:
     if pattern[at] != "\\":
-        return _char(ord(pattern[at])), ord(pattern[at]), at + 1
+        return _write_char(ord(pattern[at])), ord(pattern[at]), at + 1
     if pattern.startswith("b", at + 1):
-        return _char(8), 8, at + 2
+        return _write_char(8), 8, at + 2
     return _read_escape(pattern, at + 1)
 
 
@@ -108,13 +108,13 @@ def _read_escape(pattern: str, at: int) -> tuple[str, int | None, int]:
             code = 0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF)
         else:
             code = int(long or four or two, 16)
-        return _char(code), code, found.end()
+        return _write_char(code), code, found.end()
     if char in CONTROLS:
-        return _char(CONTROLS[char]), CONTROLS[char], at + 1
+        return _write_char(CONTROLS[char]), CONTROLS[char], at + 1
     if char and not char.isalnum():
-        return _char(ord(char)), ord(char), at + 1
+        return _write_char(ord(char)), ord(char), at + 1
     return f"\\{char}", None, at + 1
 
 
-def _char(code: int) -> str:
+def _write_char(code: int) -> str:
     return chr(code) if code < 128 and chr(code).isalnum() else f"\\x{{{code:x}}}"

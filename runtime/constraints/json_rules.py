@@ -63,22 +63,22 @@ class _Rules:
         _check_types(schema)
         keys = schema.keys() - ANNOTATIONS - {OPTIONS, *DEFINITIONS}
         if keys == {"$ref"}:
-            return self._reference(schema["$ref"])
+            return self._match_reference(schema["$ref"])
         if keys <= {"const", "type"} or keys <= {"enum", "type"}:
-            return self._constants(schema)
+            return self._match_constants(schema)
         if keys == {"anyOf"}:
-            return self._any([self.value(part) for part in schema["anyOf"]])
+            return self._join_any([self.value(part) for part in schema["anyOf"]])
         kinds = schema.get("type", [*TYPES] if keys <= {*BOUNDS} else None)
         if isinstance(kinds, list):
-            return self._any([self.value(_limit_to_kind(schema, kind)) for kind in kinds])
+            return self._join_any([self.value(_limit_to_kind(schema, kind)) for kind in kinds])
         if kinds in ("integer", "number") and keys <= {"type", *BOUNDS}:
-            return self._number(schema)
+            return self._match_number(schema)
         closed = schema.get("additionalProperties") is False
         if kinds == "object" and closed and keys - {"type"} <= OBJECT:
-            return self._object(schema)
+            return self._match_object(schema)
         if kinds == "array" and keys <= {"type", "items", "minItems", "maxItems"}:
-            return self._array(schema)
-        return f"%json {dumps(_narrowed(self._with_definitions(schema), keys))}"
+            return self._match_array(schema)
+        return f"%json {dumps(_narrow_bounds(self._with_definitions(schema), keys))}"
 
     def has_large(self, schema: Any) -> bool:
         """Tell whether a schema, with all that it refers to, has a number that floats would change.
@@ -105,25 +105,27 @@ class _Rules:
         shared = {key: self._root[key] for key in (*DEFINITIONS, OPTIONS) if key in self._root}
         return {**shared, **own}
 
-    def _reference(self, reference: str) -> str:
+    def _match_reference(self, reference: str) -> str:
         if reference not in self._names:
             rule = self._names[reference] = f"{self._name}_{len(self._names)}"
             self.lines.append(f"{rule}: {self.value(resolve_reference(reference, self._root))}")
         return self._names[reference]
 
-    def _any(self, parts: list[str]) -> str:
+    def _join_any(self, parts: list[str]) -> str:
         if not parts:
             raise ValueError("nothing fits the schema")
         return f"({' | '.join(parts)})"
 
-    def _constants(self, schema: Json) -> str:
+    def _match_constants(self, schema: Json) -> str:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = schema.get("type", [*TYPES])
         kinds = [kinds] if isinstance(kinds, str) else kinds
         allowed = [_is_integer if kind == "integer" else TYPES[kind] for kind in kinds]
-        return self._any([_text(v) for v in values if any(is_one(v) for is_one in allowed)])
+        return self._join_any(
+            [_quote_text(v) for v in values if any(is_one(v) for is_one in allowed)]
+        )
 
-    def _number(self, schema: Json) -> str:
+    def _match_number(self, schema: Json) -> str:
         """Return an expression for the integers in the bounds, and for fractions up to 2^53."""
         low, high = (schema.get(bound) for bound in BOUNDS)
         least = None if low is None else math.ceil(low)
@@ -131,35 +133,34 @@ class _Rules:
         integer = f"/{match_integers(least, most)}/"
         with contextlib.suppress(ValueError):
             if schema["type"] == "number":
-                return (
-                    f"({integer} | %json {dumps(_narrowed(self._with_definitions(schema), set()))})"
-                )
+                narrowed = _narrow_bounds(self._with_definitions(schema), set())
+                return f"({integer} | %json {dumps(narrowed)})"
         return integer
 
-    def _object(self, schema: Json) -> str:
+    def _match_object(self, schema: Json) -> str:
         """Return an expression for an object with the listed properties, in their order."""
         listed, required = schema.get("properties", {}), schema.get("required", [])
         firsts, rest = ['""'], '""'
         for name, inner in reversed(listed.items()):
-            item = self._rule(f'{_text(name)} ":" {self.value(inner)}')
+            item = self._add_rule(f'{_quote_text(name)} ":" {self.value(inner)}')
             first, needed = f"{item} {rest}", name in required
             firsts = [first] if needed else [first, *firsts]
-            rest = self._rule(f'"," {item} {rest}' if needed else f'("," {item})? {rest}')
-        return f'"{{" {self._any(firsts)} "}}"'
+            rest = self._add_rule(f'"," {item} {rest}' if needed else f'("," {item})? {rest}')
+        return f'"{{" {self._join_any(firsts)} "}}"'
 
-    def _rule(self, value: str) -> str:
+    def _add_rule(self, value: str) -> str:
         """Add a rule, and return its name."""
         rule = f"{self._name}_v{len(self.lines)}"
         self.lines.append(f"{rule}: {value}")
         return rule
 
-    def _array(self, schema: Json) -> str:
+    def _match_array(self, schema: Json) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most is not None and least > most:
             raise ValueError(f"minItems ({least}) is greater than maxItems ({most})")
         if max(least, most or 0) > MOST_ITEMS:
             raise ValueError(f"more than {MOST_ITEMS} items with numbers beyond 2^53")
-        item = self._rule(self.value(schema.get("items", True)))
+        item = self._add_rule(self.value(schema.get("items", True)))
         more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else max(most - 1, 0)}}}'
         some = "" if most == 0 else f"({item} {more}){'' if least else '?'}"
         return f'"[" {some} "]"'
@@ -172,17 +173,17 @@ def match_integers(least: int | None, most: int | None) -> str:
     parts = []
     if least is None or least < 0:
         high = -1 if most is None or most >= 0 else most
-        parts.append(f"-(?:{_digits(-high, None if least is None else -least)})")
+        parts.append(f"-(?:{_match_digits(-high, None if least is None else -least)})")
     if most is None or most >= 0:
-        parts.append(_digits(max(least or 0, 0), most))
+        parts.append(_match_digits(max(least or 0, 0), most))
     return "|".join(parts)
 
 
-def _digits(least: int, most: int | None) -> str:
+def _match_digits(least: int, most: int | None) -> str:
     """Return a pattern of the integers from `least`, which is not negative, to `most`."""
     if most is None:
         length = len(str(least))
-        return f"{_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
+        return f"{_match_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
     # A part ends where the last digits of `least` become 9, or those of `most` + 1 become 0.
     powers = [10**power for power in range(1, len(str(most)) + 1)]
     ends = [least - least % power + power - 1 for power in powers]
@@ -229,9 +230,11 @@ def _has_large(schema: Json) -> bool:
     return any(_is_large(schema.get(key)) for key in ("const", "enum", "multipleOf", *BOUNDS))
 
 
-def _narrowed(schema: Json, keys: set[str]) -> Json:
+def _narrow_bounds(schema: Json, keys: set[str]) -> Json:
     """Move a schema's bounds to within 2^53; raise ValueError for other large numbers."""
-    changed = map_subschemas(schema, lambda p: _narrowed(p, keys) if isinstance(p, dict) else p)
+    changed = map_subschemas(
+        schema, lambda p: _narrow_bounds(p, keys) if isinstance(p, dict) else p
+    )
     for key, sign in (("minimum", -1), ("maximum", 1)):
         if _is_number(bound := changed.get(key)) and bound * sign > EXACT:
             changed[key] = sign * EXACT
@@ -258,6 +261,6 @@ def _limit_to_kind(schema: Json, kind: object) -> Json:
     return {key: part for key, part in schema.items() if key not in dropped} | {"type": kind}
 
 
-def _text(value: Any) -> str:
+def _quote_text(value: Any) -> str:
     """Return a value's JSON as a literal in Lark's syntax."""
     return dumps(dumps(value, ensure_ascii=False, separators=(",", ":")))

@@ -30,7 +30,7 @@ def prepare_schema(text: str) -> Json:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object, true or false")
-    schema = _rewritten(loads(close_objects(dumps(schema))))
+    schema = _rewrite(loads(close_objects(dumps(schema))))
     json_text = dumps(schema, ensure_ascii=False)
     # With \u escapes an additional property could be another spelling of a listed name.
     escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
@@ -92,11 +92,11 @@ def _are_disjoint(parts: Any, root: Json) -> bool:
     """
     if not isinstance(parts, list):
         return False
-    found = [_target(part, root) for part in parts]
+    found = [_resolve_target(part, root) for part in parts]
     return all(_differ(one, other) for one, other in itertools.combinations(found, 2))
 
 
-def _target(part: Any, root: Json) -> Json:
+def _resolve_target(part: Any, root: Json) -> Json:
     """Return a schema, or the definition that it refers to."""
     if isinstance(part, dict) and isinstance(reference := part.get("$ref"), str):
         part = resolve_reference(reference, root)
@@ -107,11 +107,11 @@ def _differ(one: Json, other: Json) -> bool:
     kinds = [each.get("type") for each in (one, other)]
     if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
         return {*kinds} != {"integer", "number"}
-    mine, others = _constants(one), _constants(other)
+    mine, others = _find_constants(one), _find_constants(other)
     return any(mine[name].isdisjoint(others[name]) for name in mine.keys() & others.keys())
 
 
-def _constants(schema: Json) -> dict[str, set[str]]:
+def _find_constants(schema: Json) -> dict[str, set[str]]:
     """Return the constants of required properties by name, and of the value itself by ""."""
     required, listed = schema.get("required"), schema.get("properties")
     found: Json = {"": schema}
@@ -121,9 +121,9 @@ def _constants(schema: Json) -> dict[str, set[str]]:
     for name, inner in found.items():
         match inner:
             case {"const": value}:
-                limited[name] = {dumps(_plain(value), sort_keys=True)}
+                limited[name] = {dumps(_simplify(value), sort_keys=True)}
             case {"enum": list(values)}:
-                limited[name] = {dumps(_plain(value), sort_keys=True) for value in values}
+                limited[name] = {dumps(_simplify(value), sort_keys=True) for value in values}
     return limited
 
 
@@ -155,11 +155,11 @@ def _walk_subschemas(schema: Any) -> Iterator[Json]:
         yield from _walk_subschemas(part)
 
 
-def _rewritten(schema: Any) -> Any:
+def _rewrite(schema: Any) -> Any:
     """Rewrite valid schemas that llguidance would refuse or follow inexactly."""
     if not isinstance(schema, dict):
         return schema
-    schema = map_subschemas(schema, _rewritten)
+    schema = map_subschemas(schema, _rewrite)
     for key in COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
@@ -218,12 +218,12 @@ def _rewrite_bounds(schema: Json) -> None:
         schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
 
 
-def _plain(value: Any) -> Any:
+def _simplify(value: Any) -> Any:
     """Return a value with 1.0 as 1, as JSON schema does not distinguish them."""
     if isinstance(value, dict):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _simplify(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_simplify(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

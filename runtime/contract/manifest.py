@@ -224,9 +224,9 @@ def read_manifest(folder: Path) -> Manifest:
         raw = read_json(path, MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
-        raise EngineFormatError(f"{folder}: {what}{_suggestion(folder)}") from None
+        raise EngineFormatError(f"{folder}: {what}{_suggest_engine(folder)}") from None
     except OSError as error:
-        raise EngineFormatError(f"{path}: {_unreadable(error)}; {COPY_AGAIN}") from None
+        raise EngineFormatError(f"{path}: {_describe_unreadable(error)}; {COPY_AGAIN}") from None
     except ValueError as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
@@ -243,7 +243,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
 
 
-def _suggestion(folder: Path) -> str:
+def _suggest_engine(folder: Path) -> str:
     """Return a hint: an engine inside this folder, or one beside it with a similar name."""
     places = (folder,) if folder.is_dir() else (folder.parent, Path("engines"))
     found = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
@@ -300,10 +300,10 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
         _check_hashes(folder, manifest, verify_hashes)
     except OSError as error:
         where = error.filename or folder
-        raise EngineFileError(f"{where}: {_unreadable(error)}; {COPY_AGAIN}") from None
+        raise EngineFileError(f"{where}: {_describe_unreadable(error)}; {COPY_AGAIN}") from None
 
 
-def _unreadable(error: OSError) -> str:
+def _describe_unreadable(error: OSError) -> str:
     return f"can't be read ({error.strerror or error})"
 
 

@@ -36,7 +36,7 @@ class Registry(Generic[Item]):
         """Return the item of that name; raise UsageError that lists the known names."""
         if name in self._registered:
             return self._registered[name]
-        if entry := self._installed().get(name):
+        if entry := self._find_installed().get(name):
             item: Item = entry.load()
             return item
         known = ", ".join(self.names()) or "none"
@@ -44,7 +44,7 @@ class Registry(Generic[Item]):
 
     def names(self) -> tuple[str, ...]:
         """Return all known names, registered items first."""
-        return (*dict.fromkeys((*self._registered, *self._installed())),)
+        return (*dict.fromkeys((*self._registered, *self._find_installed())),)
 
     def all(self) -> tuple[Item, ...]:
         """Return all known items, in the order of `names`."""
@@ -52,12 +52,12 @@ class Registry(Generic[Item]):
 
     def package(self, name: str) -> str | None:
         """Return name and version of the package that an item comes from; None if of no other."""
-        entry = None if name in self._registered else self._installed().get(name)
+        entry = None if name in self._registered else self._find_installed().get(name)
         if entry is None or entry.dist is None:
             return None
         return f"{entry.dist.name} {entry.dist.version}"
 
-    def _installed(self) -> dict[str, EntryPoint]:
+    def _find_installed(self) -> dict[str, EntryPoint]:
         return _find_entry_points(self.group, tuple(sys.path))
 
 

@@ -208,7 +208,7 @@ class Loop:
         end = min(at + chunk, filling.end)
         if self.prefix_cache is not None:
             end = self.prefix_cache.end_of_chunk(filling, end)
-        tokens = self._tokens(request.prompt, at, end)
+        tokens = self._cut_chunk(request.prompt, at, end)
         if (count := request.params.prompt_logprobs) is None:
             _run(self.programs.prefill, slot, at, tokens)
         else:
@@ -224,7 +224,7 @@ class Loop:
             with _log_failed_save():
                 self.prefix_cache.save_chunk(filling)
 
-    def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
+    def _cut_chunk(self, prompt: list[int], start: int, end: int) -> Ints:
         """Return a chunk and its lookahead tokens, padded with 0 after the prompt's end."""
         ahead = self.programs.lookahead
         tokens = prompt[start : end + ahead]

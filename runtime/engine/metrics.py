@@ -69,22 +69,22 @@ class ModelsCollector(Collector):
             for name, (field, about) in counts.items():
                 read = attrgetter(field)
                 each = [(model.labels, read(model.stats)) for model in self._models]
-                yield _filled(kind(f"vllm:{name}", about, labels=LABELS), each)
+                yield _fill_family(kind(f"vllm:{name}", about, labels=LABELS), each)
         about = "Always 0: a request keeps its slot."
         zeros = [(model.labels, 0) for model in self._models]
-        yield _filled(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
+        yield _fill_family(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
         for name, (about, _) in HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", about, labels=LABELS)
             for model in self._models:
                 found = model.totals.histograms[name]
                 _add_buckets(family, model, found.bounds, found.cumulative, found.sum)
             yield family
-        yield self._steps()
-        yield self._positions()
-        yield self._ended()
-        yield self._caches()
+        yield self._count_steps()
+        yield self._count_positions()
+        yield self._count_ended()
+        yield self._count_caches()
 
-    def _steps(self) -> HistogramMetricFamily:
+    def _count_steps(self) -> HistogramMetricFamily:
         about = "Tokens that a step filled in and emitted."
         family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
         for model in self._models:
@@ -96,7 +96,7 @@ class ModelsCollector(Collector):
             _add_buckets(family, model, STEPS, counts, sum(t * n for t, n in steps.items()))
         return family
 
-    def _positions(self) -> CounterMetricFamily:
+    def _count_positions(self) -> CounterMetricFamily:
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         labels = (*LABELS, "position")
         family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
@@ -107,7 +107,7 @@ class ModelsCollector(Collector):
                 family.add_metric([*model.labels, str(position)], accepted)
         return family
 
-    def _ended(self) -> CounterMetricFamily:
+    def _count_ended(self) -> CounterMetricFamily:
         about, labels = "Requests that ended, by finish reason.", (*LABELS, "finished_reason")
         family = CounterMetricFamily("vllm:request_success", about, labels=labels)
         for model in self._models:
@@ -115,7 +115,7 @@ class ModelsCollector(Collector):
                 family.add_metric([*model.labels, reason], count)
         return family
 
-    def _caches(self) -> GaugeMetricFamily:
+    def _count_caches(self) -> GaugeMetricFamily:
         about = "The caches: a slot is what vLLM calls a block, with so many tokens."
         labels = (*LABELS, "block_size", "num_gpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", about, labels=labels)
@@ -125,7 +125,7 @@ class ModelsCollector(Collector):
         return family
 
 
-def _filled(family: Any, values: Iterable[tuple[list[str], float]]) -> Any:
+def _fill_family(family: Any, values: Iterable[tuple[list[str], float]]) -> Any:
     for labels, value in values:
         family.add_metric(labels, value)
     return family

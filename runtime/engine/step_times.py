@@ -130,7 +130,7 @@ def open_step_times(
     table = _read(manifest, threads)
     if _measure(cast(Adaptive, programs), manifest, table, seconds):
         try:
-            path = _path(manifest, threads)
+            path = _find_path(manifest, threads)
             path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(path) as file:
                 file.write(f"{table.model_dump_json(indent=1)}\n".encode())
@@ -139,7 +139,7 @@ def open_step_times(
     return StepTimes(manifest.build.nextn, table, _choose_long_rows(manifest))
 
 
-def _path(manifest: Manifest, threads: int | None) -> Path:
+def _find_path(manifest: Manifest, threads: int | None) -> Path:
     """Return the file of an engine's step times on this processor with so many threads."""
     machine = f"{read_cpu_name()}, {threads or choose_default_threads()} threads"
     name = hashlib.sha256(f"{manifest.build.fingerprint} {machine}".encode()).hexdigest()[:16]
@@ -150,7 +150,7 @@ def _read(manifest: Manifest, threads: int | None) -> StepTable:
     """Read a table; return an empty one if there is none, or if it is not this engine's."""
     nextn = manifest.build.nextn
     with contextlib.suppress(OSError, ValidationError):
-        table = StepTable.model_validate_json(read_text(_path(manifest, threads)))
+        table = StepTable.model_validate_json(read_text(_find_path(manifest, threads)))
         lists = [*table.slots.values(), table.sampled, table.long]
         numbers = [number for each in lists for number in each]
         if all(len(each) in (0, nextn + 1) for each in lists) and min(numbers, default=1) > 0:

@@ -51,10 +51,10 @@ class Device:
 
     def __init__(self, group: str, index: int = 0) -> None:
         """group: the dependency group that the error names if CUDA's package is missing."""
-        self._cuda = _bindings(group)
+        self._cuda = _import_bindings(group)
         error, count = self._cuda.cudaGetDeviceCount()
         if int(error) or not count:
-            raise EngineError(f"no NVIDIA GPU can be used here: {self._reason(error)}")
+            raise EngineError(f"no NVIDIA GPU can be used here: {self._describe_error(error)}")
         if index >= count:
             raise EngineError(f"GPU {index} is asked for, CUDA finds {count} (numbered from 0)")
         self.index, self._thread = index, threading.local()
@@ -106,7 +106,7 @@ class Device:
             (True, False): kinds.cudaMemcpyDeviceToHost,
             (True, True): kinds.cudaMemcpyDeviceToDevice,
         }[isinstance(source, DeviceArray), isinstance(target, DeviceArray)]
-        places = (_address(target), _address(source))
+        places = (_find_address(target), _find_address(source))
         self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
 
     def host(self, array: DeviceArray) -> NDArray[Any]:
@@ -158,25 +158,25 @@ class Device:
 
     def _check(self, name: str, error: Any) -> None:
         if int(error):
-            raise EngineError(f"{name} failed: {self._reason(error)}")
+            raise EngineError(f"{name} failed: {self._describe_error(error)}")
 
-    def _reason(self, error: Any) -> str:
+    def _describe_error(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
         return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def visible_gpus(group: str) -> int:
     """Count the GPUs that this process can use; raises MissingDependencyError without CUDA."""
-    error, count = _bindings(group).cudaGetDeviceCount()
+    error, count = _import_bindings(group).cudaGetDeviceCount()
     return 0 if int(error) else int(count)
 
 
-def _bindings(group: str) -> Any:
+def _import_bindings(group: str) -> Any:
     with needing("using a GPU needs", group):
         return import_module("cuda.bindings.runtime")
 
 
-def _address(place: Place) -> int:
+def _find_address(place: Place) -> int:
     if isinstance(place, DeviceArray):
         return place.address
     assert place.flags.c_contiguous, "CUDA copies runs of bytes"

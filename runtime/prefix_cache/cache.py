@@ -97,7 +97,7 @@ class PrefixCache:
         tokens, rows, states = file.span.tokens, file.rows, file.states
         path, known = self.tree.grow(tokens, len(tokens) - self.tree.lookahead, "", 0, pinned=True)
         for block in path[known:]:
-            span = slice(block.span.start, block.span.start + self._rows(block))
+            span = slice(block.span.start, block.span.start + self._count_rows(block))
             self._adopt(block, {name: array[span] for name, array in rows.items()}, file)
         for count, arrays in states.items():
             block = path[(count - 1) // BLOCK]
@@ -139,7 +139,7 @@ class PrefixCache:
             return
         path, known = self.tree.grow(tokens, rows, request.params.cache_salt or "", self._row_size)
         if new := path[known:]:
-            pieces = [(block.number, self._rows(block)) for block in new]
+            pieces = [(block.number, self._count_rows(block)) for block in new]
             save = partial(self._programs.save_rows, slot, new[0].span.start, pieces)
             if not self._keep(new, save):
                 return
@@ -164,7 +164,7 @@ class PrefixCache:
                 self._folder.write(entry, self._programs.saved(entry.number))
         return saved
 
-    def _rows(self, block: Block) -> int:
+    def _count_rows(self, block: Block) -> int:
         return len(block.tokens) - self.tree.lookahead
 
     def _find_last_states(self, filling: Filling) -> int:

@@ -69,7 +69,7 @@ class PrefixFile:
     def is_whole(self) -> bool:
         """Whether the hash of metadata and tensors is the one that was written."""
         about = {name: value for name, value in self.about.items() if name != "sha256"}
-        return _digest(about, self.header, [self.data]) == self.about.get("sha256")
+        return _compute_digest(about, self.header, [self.data]) == self.about.get("sha256")
 
     @cached_property
     def is_usable(self) -> bool:
@@ -100,7 +100,7 @@ class PrefixFiles:
             (name, NAMES[types[name]], array.shape, array.nbytes) for name, array in held.items()
         )
         about = {"engine": self.engine, "parent": span.parent, "start": str(span.start)}
-        sha256 = _digest(about, header, [array.data for array in held.values()])
+        sha256 = _compute_digest(about, header, [array.data for array in held.values()])
         with replace_file(path, PRIVATE) as file:
             file.write(encode_header(header, about | {"sha256": sha256}))
             for array in held.values():
@@ -147,7 +147,7 @@ def identity(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
+def _compute_digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
     digest = hashlib.sha256(json.dumps([about, header], sort_keys=True).encode())
     for each in data:
         digest.update(each)

@@ -33,7 +33,7 @@ class PrefixFolder:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _locked(folder)
+            self._lock = _lock_folder(folder)
             try:
                 for part in folder.glob(f".*{SUFFIX}.*"):
                     part.unlink()
@@ -42,7 +42,9 @@ class PrefixFolder:
                 raise
         except OSError as error:
             raise UsageError(f"{folder}: can't be used for prefixes ({error.strerror})") from None
-        self._thread = threading.Thread(target=self._work, name="mtpbuild prefixes", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_queued, name="mtpbuild prefixes", daemon=True
+        )
         self._thread.start()
 
     def spans(self) -> Iterator[RowSpan]:
@@ -82,7 +84,7 @@ class PrefixFolder:
 
         def job() -> None:
             try:
-                self._files.write(self._path(entry.key), span, arrays)
+                self._files.write(self._find_path(entry.key), span, arrays)
             finally:
                 self._written += size
 
@@ -90,7 +92,7 @@ class PrefixFolder:
 
     def read(self, key: str) -> Arrays | None:
         """Return an entry's arrays; None with a warning if its file is damaged."""
-        path = self._path(key)
+        path = self._find_path(key)
         try:
             file = self._files.open(path, mapped=False)
             if not file.is_whole:
@@ -101,7 +103,7 @@ class PrefixFolder:
         return file.rows or next(iter(file.states.values()))
 
     def delete(self, key: str) -> None:
-        self._jobs.put(lambda: self._path(key).unlink(missing_ok=True))
+        self._jobs.put(lambda: self._find_path(key).unlink(missing_ok=True))
 
     def close(self) -> None:
         """Wait until everything is written, and unlock the folder."""
@@ -109,7 +111,7 @@ class PrefixFolder:
         self._thread.join()
         self._lock.release()
 
-    def _work(self) -> None:
+    def _write_queued(self) -> None:
         while job := self._jobs.get():
             try:
                 job()
@@ -119,11 +121,11 @@ class PrefixFolder:
                     log.warning("%s: prefixes can't be written (%s)", self._folder, why)
                 self._failed = True
 
-    def _path(self, key: str) -> Path:
+    def _find_path(self, key: str) -> Path:
         return self._folder / f"{key}{SUFFIX}"
 
 
-def _locked(folder: Path) -> "BaseFileLock":
+def _lock_folder(folder: Path) -> "BaseFileLock":
     """Lock a folder for this process; raise UsageError if another process has it."""
     with needing("prefix_cache_dir needs", "serve"):
         from filelock import FileLock, Timeout

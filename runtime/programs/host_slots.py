@@ -56,7 +56,7 @@ class HostSlots(Slots):
     def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
         super().__init__(manifest, HostMemory(), caches, copies)
         self._outputs = {
-            name: self._zeros(list_result_specs(program))
+            name: self._allocate_zeros(list_result_specs(program))
             for name, program in manifest.programs.items()
             if name not in FILLING
         }

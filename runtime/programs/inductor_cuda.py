@@ -114,7 +114,7 @@ class CudaPrograms(DeviceSlots):
     def _settle(self) -> None:
         self._wait(self._gpu.mark())
 
-    def _work(self, program: str, slots: int) -> Work:
+    def _make_work(self, program: str, slots: int) -> Work:
         """Return a function that queues a step of the first slots and fills in its report."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
@@ -133,7 +133,7 @@ class CudaPrograms(DeviceSlots):
     def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
         """Return the function that queues a step, by its program and number of slots."""
         return {
-            (name, slots): self._prepare(self._work(name, slots), graphs)
+            (name, slots): self._prepare(self._make_work(name, slots), graphs)
             for name in (PLAIN, MIXED)
             for slots in self._sizes
         }

@@ -30,13 +30,13 @@ def map_tensors(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]
         with safe_open(path, "np"):
             pass  # opening checks that the tensors fill the file, without gaps
         header, _, start = read_header(path)
-        data = _copied(path) if huge_pages else np.memmap(path, mode="r")
+        data = _copy_file(path) if huge_pages else np.memmap(path, mode="r")
         return view_tensors(header, data[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise EngineFileError(f"{path}: not readable ({first_line(error)}); {COPY_AGAIN}") from None
 
 
-def _copied(path: Path) -> NDArray[np.uint8]:
+def _copy_file(path: Path) -> NDArray[np.uint8]:
     memory = allocate(path.stat().st_size)
     with path.open("rb", buffering=0) as file, memoryview(memory) as left:
         while left and (count := file.readinto(left)):

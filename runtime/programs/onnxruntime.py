@@ -111,10 +111,10 @@ class OnnxPrograms(HostSlots):
         layout = manifest.build.cpu_layout
         self._library = None if layout is None else library_for(layout, folder)
         # All sessions share one mapping; onnxruntime itself would map the file for each session.
-        self._weights = {} if layout is None else _weights(folder / WEIGHTS, huge_pages)
+        self._weights = {} if layout is None else _load_weights(folder / WEIGHTS, huge_pages)
         names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
         with ThreadPoolExecutor() as pool:  # onnxruntime uses one core to prepare a graph
-            self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
+            self._sessions = dict(zip(names, pool.map(self._open_session, names), strict=True))
         self._slots = 0  # the last step's number of slots; both copies are equal from there on
 
     def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
@@ -171,7 +171,7 @@ class OnnxPrograms(HostSlots):
     ) -> Any:
         """Bind the slots' caches, the program's inputs from `given`, and its `results`."""
         if program not in self._sessions:  # rarely needed programs are loaded at their first use
-            self._sessions[program] = self._session(program)
+            self._sessions[program] = self._open_session(program)
         binding = self._sessions[program].io_binding()
         inputs = {t.name for t in self._programs[program].inputs}
         for name in given.keys() & inputs:
@@ -193,7 +193,7 @@ class OnnxPrograms(HostSlots):
             binding.bind_output(name + ".out", *buffer)
         return binding
 
-    def _session(self, program: str) -> Any:
+    def _open_session(self, program: str) -> Any:
         path = self._folder / self._programs[program].file
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so do not log them as well
@@ -223,7 +223,7 @@ class OnnxPrograms(HostSlots):
         return session
 
 
-def _weights(path: Path, huge_pages: bool) -> dict[str, Any]:
+def _load_weights(path: Path, huge_pages: bool) -> dict[str, Any]:
     """Map or copy an engine's weights; return them by their names in the graphs."""
     fetch_ahead(path)
     arrays = map_tensors(path, huge_pages).items()

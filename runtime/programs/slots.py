@@ -130,7 +130,7 @@ class Slots:
         # An engine may lack some controls, or have those of a rule that is not installed here.
         others = {"active", *(s.name for s in manifest.state)}
         controls = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
-        self._controls = self._zeros(controls)
+        self._controls = self._allocate_zeros(controls)
         self._places = {
             t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in controls if t.name != ALLOWED
         }
@@ -172,7 +172,7 @@ class Slots:
     def finite(self, slot: int, rows: int) -> bool:
         self._settle()
         return are_all_finite(self._caches.read(slot, 0, rows)) and are_all_finite(
-            self._states(slot)
+            self._copy_states(slot)
         )
 
     def clear(self, slot: int) -> None:
@@ -194,7 +194,7 @@ class Slots:
 
     def save_states(self, slot: int, number: int) -> bool:
         self._settle()
-        states = {name: array.copy() for name, array in self._states(slot).items()}
+        states = {name: array.copy() for name, array in self._copy_states(slot).items()}
         if finite := are_all_finite(states):
             self._saved[number] = states
         return finite
@@ -219,7 +219,7 @@ class Slots:
     def _settle(self) -> None:
         """Wait for queued work whose results the host is about to read."""
 
-    def _states(self, slot: int) -> Arrays:
+    def _copy_states(self, slot: int) -> Arrays:
         """Return a slot's recurrent states on the host."""
         names = [s.name for s in self._carried if s.role == "recurrent"]
         arrays = ((name, self._carries[self._now][name][slot : slot + 1]) for name in names)
@@ -259,7 +259,7 @@ class Slots:
         program = name_program(kind, self._nextn, self._most)
         return program, len(active) - int(active[::-1].argmax())
 
-    def _zeros(self, tensors: Iterable[TensorSpec]) -> dict[str, Array]:
+    def _allocate_zeros(self, tensors: Iterable[TensorSpec]) -> dict[str, Array]:
         """Allocate a step's tensors for all slots."""
         shapes = ((t, (self._batch, *map(int, t.shape[1:]))) for t in tensors)
         return {t.name: self._memory.zeros(shape, t.dtype) for t, shape in shapes}

@@ -105,23 +105,23 @@ class CompiledProgram:
     def bind(self, tensors: Mapping[str, DeviceArray]) -> None:
         for name, array in tensors.items():
             if not self._context.set_tensor_address(name, array.address):
-                raise self._failed(f"refuses the memory of {name}")
+                raise self._make_error(f"refuses the memory of {name}")
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
         if not self._context.set_input_shape(name, shape):
-            raise self._failed(f"takes no {name} of {list(shape)}")
+            raise self._make_error(f"takes no {name} of {list(shape)}")
 
     def join(self, communicator: object) -> None:
         """Set the NCCL communicator, a PyCapsule, for the program's collectives."""
         if not self._context.set_communicator(communicator):
-            raise self._failed("refuses NCCL's communicator")
+            raise self._make_error("refuses NCCL's communicator")
 
     def enqueue(self, device: Device) -> None:
         device.use()
         if not self._context.execute_async_v3(device.stream):
-            raise self._failed("could not be started")
+            raise self._make_error("could not be started")
 
-    def _failed(self, what: str) -> EngineError:
+    def _make_error(self, what: str) -> EngineError:
         return EngineError(f"{self._path.name} {what}")
 
 
@@ -146,7 +146,7 @@ class TensorRtPrograms(DeviceSlots):
         self._after = _allocate_like(device, self._carries[0])  # a step's new state
         carried = self._prompt.keys() & self._state.keys()
         self._filled = _allocate_like(device, {name: self._prompt[name] for name in carried})
-        results = self._zeros(list_result_specs(specs[MIXED]))
+        results = self._allocate_zeros(list_result_specs(specs[MIXED]))
         reported_arrays = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in reported_arrays.items()}
         self._pinned_active = device.pinned((self._batch,), np.bool_)

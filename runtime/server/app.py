@@ -58,7 +58,7 @@ def make_app(services: Services) -> FastAPI:
         version=version("mtpbuild"),
         docs_url=None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _error),
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _answer_error),
     )
     bodies = APIRouter(route_class=make_route_class(services.reading))
     chat = "Continue a conversation"
@@ -169,7 +169,7 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
         app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(answer)
 
 
-async def _error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
     """Answer any exception with the error object of the route's API."""
     headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):

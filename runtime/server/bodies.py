@@ -92,10 +92,12 @@ def _check_size(raw: bytes) -> None:
         raise ApiError(400, f"the body is nested deeper than {DEEPEST} levels")
 
 
-def _int(text: str) -> int:
+def _parse_int(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number has {len(text)} digits, {MOST_DIGITS} at most can be read")
     return int(text)
 
 
-STRICT = json.JSONDecoder(parse_constant=parse_finite, parse_float=parse_finite, parse_int=_int)
+STRICT = json.JSONDecoder(
+    parse_constant=parse_finite, parse_float=parse_finite, parse_int=_parse_int
+)

@@ -40,7 +40,7 @@ def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
     try:
         tool_use = read_tool_use(
             engine.tokenizer,
-            tools=_tools(body),
+            tools=_read_tools(body),
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
             tool_call_parser=service.settings.tool_call_parser,
@@ -66,7 +66,7 @@ def read_chat_as(kind: type[T], service: Service, body: ChatBody) -> T:
     return kind(service.model, body, choices, engine.tokenizer)
 
 
-def _tools(body: ChatBody) -> list[Json] | None:
+def _read_tools(body: ChatBody) -> list[Json] | None:
     return None if body.tools is None else [t.model_dump(exclude_none=True) for t in body.tools]
 
 
@@ -87,7 +87,7 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
         kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
         options["chat_template_kwargs"] = kwargs
     if body.tools and body.tool_choice != "none":
-        options["tools"] = _tools(body)
+        options["tools"] = _read_tools(body)
     special = bool(body.add_special_tokens)
     try:
         prompt = engine.chat_prompt(body.messages, **options)
@@ -105,7 +105,7 @@ class ChatAnswer(Answer):
     body: ChatBody
 
     def make_full_body(self) -> Json:
-        choices = [self._choice(choice) for choice in self.choices]
+        choices = [self._make_choice(choice) for choice in self.choices]
         prompt = self._make_prompt_ids() | self.make_prompt_logprobs_field(self.choices[0])
         return (
             self.make_openai_object("chat.completion", choices) | prompt | self.make_usage_fields()
@@ -115,7 +115,7 @@ class ChatAnswer(Answer):
         ids = {"prompt_token_ids": self.choices[0].ids}
         return ids if self.body.return_token_ids else {}
 
-    def _choice(self, choice: AnswerChoice) -> Json:
+    def _make_choice(self, choice: AnswerChoice) -> Json:
         content = choice.join_text("content")
         message: Json = {"role": "assistant", "content": content or None, "refusal": None}
         if not choice.call_blocks and not choice.params.split_thought:
@@ -128,12 +128,12 @@ class ChatAnswer(Answer):
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs) if self.body.logprobs else None,
+            "logprobs": self._make_logprobs(choice.logprobs) if self.body.logprobs else None,
             **choice.finish_fields,
         } | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
 
     def make_opening_event(self, choice: AnswerChoice) -> Json:
-        opening_event = self._event(choice, {"role": "assistant", "content": ""})
+        opening_event = self._make_event(choice, {"role": "assistant", "content": ""})
         return opening_event | (self._make_prompt_ids() if choice.index == 0 else {})
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
@@ -146,10 +146,10 @@ class ChatAnswer(Answer):
             elif piece.kind == "reasoning" and self.body.include_reasoning is not False:
                 for name in ("reasoning_content", "reasoning"):
                     delta[name] = delta.get(name, "") + piece.text
-        logprobs = self._logprobs(chunk.logprobs or ()) if self.body.logprobs else None
+        logprobs = self._make_logprobs(chunk.logprobs or ()) if self.body.logprobs else None
         if not (delta or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
-        event = self._event(choice, delta)
+        event = self._make_event(choice, delta)
         (fields,) = event["choices"]
         fields["logprobs"] = logprobs
         if chunk.finish_reason is not None:
@@ -159,11 +159,11 @@ class ChatAnswer(Answer):
             fields |= {"token_ids": list(chunk.token_ids), "spans": spans}
         return event
 
-    def _event(self, choice: AnswerChoice, delta: Json) -> Json:
+    def _make_event(self, choice: AnswerChoice, delta: Json) -> Json:
         fields = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.make_openai_object(self.event_kind, [fields])
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
+    def _make_logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:
             text, raw = self.decode_for_logprobs(id)
             return {"token": text, "logprob": clamp_logprob(logprob), "bytes": raw}

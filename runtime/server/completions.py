@@ -28,17 +28,17 @@ def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[AnswerChoice] = []
-    for prompt in _prompts(body.prompt):
-        ids = _ids(engine, prompt, body)
+    for prompt in _list_prompts(body.prompt):
+        ids = _encode_prompt(engine, prompt, body)
         params = read_params(service, body, len(ids))
         for own in seed_choices(params, body.n or 1):
             choices.append(AnswerChoice(len(choices), ids, own))
             if body.echo:
-                choices[-1].echo = _echo(engine, prompt, choices[-1])
+                choices[-1].echo = _make_echo(engine, prompt, choices[-1])
     return CompletionAnswer(service.model, body, choices, engine.tokenizer)
 
 
-def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
+def _encode_prompt(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
     """Return a prompt's token ids; an empty text has only the special tokens (such as BOS)."""
     special = body.add_special_tokens is not False
     try:
@@ -51,7 +51,7 @@ def _ids(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[
         raise ApiError(400, str(error), "prompt") from None
 
 
-def _echo(engine: Engine, prompt: str | list[int], choice: AnswerChoice) -> str:
+def _make_echo(engine: Engine, prompt: str | list[int], choice: AnswerChoice) -> str:
     """Return the prompt as text; token ids are decoded as in an answer."""
     if isinstance(prompt, str):
         return prompt
@@ -60,7 +60,7 @@ def _echo(engine: Engine, prompt: str | list[int], choice: AnswerChoice) -> str:
     return engine.tokenizer.text(prompt, choice.params.shown_tokens)
 
 
-def _prompts(prompt: Any) -> list[str] | list[list[int]]:
+def _list_prompts(prompt: Any) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -84,7 +84,7 @@ class CompletionAnswer(Answer):
                 tokens = [*(scored if choice.echo else ()), *choice.logprobs]
                 starts = [*(self._find_prompt_starts(choice) if choice.echo else ())]
                 starts += (len(choice.echo) + start for start in choice.starts)
-                logprobs = self._logprobs(tokens, starts, len(text))
+                logprobs = self._make_logprobs(tokens, starts, len(text))
             own = self._make_choice_fields(choice, text, logprobs, choice.token_ids, first=True)
             choices.append(own | choice.finish_fields | self.make_prompt_logprobs_field(choice))
         return self.make_openai_object(self.event_kind, choices) | self.make_usage_fields()
@@ -134,7 +134,7 @@ class CompletionAnswer(Answer):
             return None
         end, starts = len(choice.echo) + choice.chars, choice.starts[first:until]
         starts = [len(choice.echo) + start for start in starts]
-        return self._logprobs(choice.logprobs[first:until], starts, end)
+        return self._make_logprobs(choice.logprobs[first:until], starts, end)
 
     def _find_prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
         """Yield the offset in the echoed prompt at which each token's text begins."""
@@ -147,7 +147,7 @@ class CompletionAnswer(Answer):
             elif choice.echo.startswith(name := self.tokenizer.find_special_name(id) or "", at):
                 at += len(name)
 
-    def _logprobs(
+    def _make_logprobs(
         self, tokens: Sequence[TokenLogprobs], starts: Sequence[int], length: int
     ) -> Json:
         """Return the log-probabilities as four lists with an entry per token.

@@ -42,7 +42,7 @@ class RequestGate:
             self._check(scope, headers)
             headers[b"content-type"] = b"application/json"
             scope = {**scope, "headers": [*headers.items()]}
-            await self._app(scope, self._limited(receive, refusals), unless_refused)
+            await self._app(scope, self._limit_receive(receive, refusals), unless_refused)
         except ApiError as error:
             refusals = refusals or [error]
         if refusals:
@@ -82,7 +82,7 @@ class RequestGate:
         if foreign and not {origin, "*"} & set(self._settings.allow_origin or ()):
             raise ApiError(403, "a page of another origin asks (allow_origin)")
 
-    def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
+    def _limit_receive(self, receive: Receive, refusals: list[ApiError]) -> Receive:
         """Wrap `receive` so that a body's size and time are limited.
 
         A body beyond the limits raises an ApiError, which is also added to `refusals`.

@@ -83,7 +83,7 @@ class MessagesPrompt(TranslatedBody):
         if self.messages and self.messages[-1].role == "assistant":
             fields["continue_final_message"] = True
         if self.tools:
-            fields["tools"] = [_tool(*tool) for tool in enumerate(self.tools)]
+            fields["tools"] = [_read_tool(*tool) for tool in enumerate(self.tools)]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name or ""}}
             fields["tool_choice"] = CHOICES.get(choice.type, named)
@@ -142,7 +142,7 @@ def _chat_messages(number: int, turn: Turn) -> list[Json]:
                 call = make_tool_call(id, name, json.dumps(arguments, ensure_ascii=False))
                 message.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                content = _result(block.get("content"), failed=block.get("is_error") is True)
+                content = _read_result(block.get("content"), failed=block.get("is_error") is True)
                 given.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 where, kind = f"messages.{number}.content", block.get("type")
@@ -150,7 +150,7 @@ def _chat_messages(number: int, turn: Turn) -> list[Json]:
     return [*given, message] if len(message) > 2 or message["content"] or not given else given
 
 
-def _result(content: Any, *, failed: bool) -> Any:
+def _read_result(content: Any, *, failed: bool) -> Any:
     """Return a tool's result; a failure is marked in the text, as chat templates have no flag."""
     if not failed:
         return content
@@ -159,7 +159,7 @@ def _result(content: Any, *, failed: bool) -> Any:
     return f"Error: {content}" if content else "Error"
 
 
-def _tool(number: int, tool: AnthropicTool) -> Json:
+def _read_tool(number: int, tool: AnthropicTool) -> Json:
     if tool.type not in (None, "custom"):
         message = f"tools.{number}: a server has no tool {tool.type:.60} of its own"
         raise ApiError(400, message, f"tools.{number}.type")
@@ -174,13 +174,13 @@ class MessagesAnswer(BlockAnswer):
 
     def make_full_body(self) -> Json:
         return (
-            self._message([_make_content_block(block) for block in self.blocks])
+            self._make_message([_make_content_block(block) for block in self.blocks])
             | self._end_fields()
         )
 
     def make_first_events(self) -> Iterator[Json]:
-        end = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
-        yield {"type": "message_start", "message": self._message([]) | end}
+        end = {"stop_reason": None, "stop_sequence": None, "usage": self._make_usage()}
+        yield {"type": "message_start", "message": self._make_message([]) | end}
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
         empty = _make_content_block(AnswerBlock(block.kind, block.id, block.name))
@@ -208,7 +208,7 @@ class MessagesAnswer(BlockAnswer):
     def failure(self, error: ApiError) -> Json:
         return error.body("/v1/messages")
 
-    def _message(self, content: list[Json]) -> Json:
+    def _make_message(self, content: list[Json]) -> Json:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return head | {"content": content}
 
@@ -218,11 +218,11 @@ class MessagesAnswer(BlockAnswer):
         return {
             "stop_reason": "stop_sequence" if by_text else REASONS[reason],
             "stop_sequence": text if by_text else None,
-            "usage": self._usage(),
+            "usage": self._make_usage(),
             "metrics": self.metrics(),
         }
 
-    def _usage(self) -> Json:
+    def _make_usage(self) -> Json:
         """Return Anthropic's counts, in which input_tokens excludes cached tokens."""
         usage = self.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]

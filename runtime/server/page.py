@@ -38,7 +38,7 @@ def read_page(path: str) -> Response:
 
 
 @cache
-def _markdown(links: bool) -> MarkdownIt:
+def _make_markdown(links: bool) -> MarkdownIt:
     """Return a renderer of markdown that escapes HTML, and links images instead of loading them."""
     without = ["image"] if links else ["image", "link"]
     return MarkdownIt("js-default", {"breaks": True}).disable(without)
@@ -46,7 +46,7 @@ def _markdown(links: bool) -> MarkdownIt:
 
 def render_markdown(text: str) -> str:
     """Render markdown as HTML that is safe to show; links open elsewhere."""
-    markdown = _markdown(text.count("[") < MANY_BRACKETS)
+    markdown = _make_markdown(text.count("[") < MANY_BRACKETS)
     tokens = markdown.parse(text)
     for token in tokens:
         for inner in token.children or ():

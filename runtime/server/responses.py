@@ -79,7 +79,7 @@ class ResponsesBody(TranslatedBody):
         return self.make_chat_body(
             template if effort else {},
             max_tokens=self.max_output_tokens,
-            tools=[_function(tool) for tool in _functions(_tools(self))] or None,
+            tools=[_read_function(tool) for tool in _list_functions(_list_tools(self))] or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=form,
@@ -89,7 +89,7 @@ class ResponsesBody(TranslatedBody):
 def read_response(service: Service, body: ResponsesBody) -> "ResponsesAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
     answer = read_translated(ResponsesAnswer, service, body)
-    answer.asked, answer.namespaces = body, dict(_list_namespaced_functions(_tools(body)))
+    answer.asked, answer.namespaces = body, dict(_list_namespaced_functions(_list_tools(body)))
     return answer
 
 
@@ -106,7 +106,7 @@ def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None
         case {"type": "additional_tools"}:
             pass
         case {"type": "reasoning"}:
-            thought = _texts(item.get("content")) or _texts(item.get("summary"))
+            thought = _join_texts(item.get("content")) or _join_texts(item.get("summary"))
             if turn is None or not unfinished:
                 messages.append((place, turn := {"role": "assistant"}))
             earlier = turn.get("reasoning_content")
@@ -128,13 +128,13 @@ def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None
             raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
 
 
-def _texts(parts: Any) -> str:
+def _join_texts(parts: Any) -> str:
     """Join the texts of a reasoning item; an encrypted item has none."""
     each = parts if isinstance(parts, list) else []
     return "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
 
 
-def _tools(body: ResponsesBody) -> list[Json]:
+def _list_tools(body: ResponsesBody) -> list[Json]:
     """Return the tools of a body and of its items of type `additional_tools`.
 
     Raises ApiError if an entry of `tools` is neither a function nor a namespace. Other kinds are
@@ -146,32 +146,32 @@ def _tools(body: ResponsesBody) -> list[Json]:
             raise ApiError(400, f"tools.{number}: {only} {kind!r:.60}", "tools")
     items = body.input if isinstance(body.input, list) else []
     more = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
-    return [*(body.tools or ()), *(each for found in more for each in _objects(found))]
+    return [*(body.tools or ()), *(each for found in more for each in _list_objects(found))]
 
 
-def _functions(tools: Iterable[Json]) -> Iterator[Json]:
+def _list_functions(tools: Iterable[Json]) -> Iterator[Json]:
     """Yield the functions among the tools, including those in namespaces."""
     for tool in tools:
         match tool:
             case {"type": "function"}:
                 yield tool
             case {"type": "namespace"}:
-                yield from _functions(_objects(tool.get("tools")))
+                yield from _list_functions(_list_objects(tool.get("tools")))
 
 
 def _list_namespaced_functions(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
     """Yield the name of each function in a namespace, with the namespace's name."""
     for tool in tools:
         if tool.get("type") == "namespace":
-            for function in _functions([tool]):
+            for function in _list_functions([tool]):
                 yield str(function.get("name")), tool.get("name")
 
 
-def _objects(given: Any) -> list[Json]:
+def _list_objects(given: Any) -> list[Json]:
     return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
 
 
-def _function(tool: Json) -> Json:
+def _read_function(tool: Json) -> Json:
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
 
 
@@ -186,42 +186,48 @@ class ResponsesAnswer(BlockAnswer):
     def make_full_body(self) -> Json:
         complete = self.choice.reason != "length"
         shown = self.blocks
-        output = [self._item(block, complete or block is not shown[-1]) for block in shown]
-        return self._response("completed" if complete else "incomplete", output)
+        output = [self._make_item(block, complete or block is not shown[-1]) for block in shown]
+        return self._make_response("completed" if complete else "incomplete", output)
 
     def make_first_events(self) -> Iterator[Json]:
         for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress", []))
+            yield self._make_event(name, response=self._make_response("in_progress", []))
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
-        empty = self._item(AnswerBlock(block.kind, block.id, block.name), None)
-        yield self._event("output_item.added", output_index=self.index, item=empty)
+        empty = self._make_item(AnswerBlock(block.kind, block.id, block.name), None)
+        yield self._make_event("output_item.added", output_index=self.index, item=empty)
         if block.kind != "call":
-            yield self._event("content_part.added", block, part=_part(block.kind, ""))
+            yield self._make_event("content_part.added", block, part=_make_part(block.kind, ""))
 
     def make_delta_event(self, block: AnswerBlock, text: str) -> Json:
-        return self._event(f"{TEXTS[block.kind]}.delta", block, delta=text, **LOGPROBS[block.kind])
+        return self._make_event(
+            f"{TEXTS[block.kind]}.delta", block, delta=text, **LOGPROBS[block.kind]
+        )
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         name = f"{TEXTS[block.kind]}.done"
         if block.kind == "call":
-            yield self._event(name, block, arguments=block.text, name=block.name)
+            yield self._make_event(name, block, arguments=block.text, name=block.name)
         else:
-            yield self._event(name, block, text=block.text, **LOGPROBS[block.kind])
-            yield self._event("content_part.done", block, part=_part(block.kind, block.text))
-        item = self._item(block, self.choice.reason != "length" or block is not self.blocks[-1])
-        yield self._event("output_item.done", output_index=self.index, item=item)
+            yield self._make_event(name, block, text=block.text, **LOGPROBS[block.kind])
+            yield self._make_event(
+                "content_part.done", block, part=_make_part(block.kind, block.text)
+            )
+        item = self._make_item(
+            block, self.choice.reason != "length" or block is not self.blocks[-1]
+        )
+        yield self._make_event("output_item.done", output_index=self.index, item=item)
 
     def end_events(self) -> Iterator[Json]:
         response = self.make_full_body()
-        yield self._event(response["status"], response=response)
+        yield self._make_event(response["status"], response=response)
 
     def failure(self, error: ApiError) -> Json:
         """Return the error event with OpenAI's fields and the error object its client raises."""
         fields = {"code": str(error.status), "message": error.message, "param": error.param}
-        return self._event("error", None, **fields, **error.body()) | {"type": "error"}
+        return self._make_event("error", None, **fields, **error.body()) | {"type": "error"}
 
-    def _event(self, kind: str, block: AnswerBlock | None = None, /, **fields: Any) -> Json:
+    def _make_event(self, kind: str, block: AnswerBlock | None = None, /, **fields: Any) -> Json:
         """Return the next event; with a block, include the item's id and indices."""
         place: Json = {}
         if block is not None:
@@ -231,11 +237,11 @@ class ResponsesAnswer(BlockAnswer):
         number = self._events - 1
         return {"type": f"response.{kind}", "sequence_number": number} | place | fields
 
-    def _item(self, block: AnswerBlock, complete: bool | None) -> Json:
+    def _make_item(self, block: AnswerBlock, complete: bool | None) -> Json:
         """Return a block as an output item; `complete` is None if it has just begun."""
         status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
         head = {"id": _make_item_id(block), "status": status}
-        parts = [] if complete is None else [_part(block.kind, block.text)]
+        parts = [] if complete is None else [_make_part(block.kind, block.text)]
         match block.kind:
             case "reasoning":
                 return head | {"type": "reasoning", "summary": [], "content": parts}
@@ -246,7 +252,7 @@ class ResponsesAnswer(BlockAnswer):
             call["namespace"] = self.namespaces[block.name]
         return head | {"type": "function_call"} | call
 
-    def _response(self, status: str, output: list[Json]) -> Json:
+    def _make_response(self, status: str, output: list[Json]) -> Json:
         asked = self.asked.model_dump(exclude_unset=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -266,11 +272,11 @@ class ResponsesAnswer(BlockAnswer):
             "tool_choice": asked.get("tool_choice") or "auto",
             "tools": asked.get("tools") or [],
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else self._usage(),
+            "usage": None if status == "in_progress" else self._make_usage(),
             "metrics": self.metrics(),
         } | {name: asked.get(name) for name in ECHOED}
 
-    def _usage(self) -> Json:
+    def _make_usage(self) -> Json:
         usage = self.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -290,6 +296,6 @@ def _make_item_id(block: AnswerBlock) -> str:
     return IDS[block.kind] + block.id.removeprefix("call")
 
 
-def _part(kind: str, text: str) -> Json:
+def _make_part(kind: str, text: str) -> Json:
     more: Json = {"annotations": [], "logprobs": []} if kind == "content" else {}
     return {"type": TEXTS[kind], "text": text} | more

@@ -123,7 +123,7 @@ async def _serve(services: Services, address: Address, sock: socket.socket) -> N
     with contextlib.closing(services):
         loading.result()
         names = ", ".join(service.model for service in services.each)
-        print(f"serving {names} on {_url(sock)}", file=sys.stderr, flush=True)
+        print(f"serving {names} on {_make_url(sock)}", file=sys.stderr, flush=True)
         watching = asyncio.create_task(services.watch())
         await serving
         watching.cancel()
@@ -131,7 +131,7 @@ async def _serve(services: Services, address: Address, sock: socket.socket) -> N
         raise services.failed
 
 
-def _url(sock: socket.socket) -> str:
+def _make_url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -14,7 +14,7 @@ MAX_CONTEXTS = 4  # context lengths that a text to tokenise may have
 
 def tokenize_body(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
     """Return the ids and their number, as vLLM does; raises ApiError."""
-    tokenizer, engine = _tokenizer(service), service.engine
+    tokenizer, engine = _find_tokenizer(service), service.engine
     if isinstance(body, ChatTokensBody):
         ids = encode_prompt(engine, body)
     else:
@@ -33,14 +33,14 @@ def tokenize_body(service: Service, body: TextTokensBody | ChatTokensBody) -> di
 
 def detokenize_body(service: Service, body: TokensBody) -> dict[str, Any]:
     """Return the text of token ids, including special tokens; raises ApiError."""
-    tokenizer = _tokenizer(service)
+    tokenizer = _find_tokenizer(service)
     last = service.manifest.model.vocab_size - 1
     if max(body.tokens, default=0) > last:
         raise ApiError(400, f"a token id is outside the vocabulary 0..{last}", "tokens")
     return {"prompt": tokenizer.text(body.tokens, body.tokens)}
 
 
-def _tokenizer(service: Service) -> Tokenizer:
+def _find_tokenizer(service: Service) -> Tokenizer:
     if (tokenizer := service.engine.tokenizer) is None:
         raise ApiError(400, "this engine was built without a tokenizer")
     return tokenizer

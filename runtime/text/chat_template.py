@@ -117,7 +117,9 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(f"{name} can't be one of chat_template_kwargs: {other}")
     if not all(isinstance(name, str) for name in kwargs):
         raise RequestError("chat_template_kwargs: names must be texts")
-    return {str(n): _plain(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()}
+    return {
+        str(n): _simplify_value(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()
+    }
 
 
 def _check_objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
@@ -129,7 +131,7 @@ def _check_objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list
     for number, entry in enumerate(given):
         if not isinstance(entry, Mapping):
             raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
-    return [_plain(entry, f"{name} {number}") for number, entry in enumerate(given)]
+    return [_simplify_value(entry, f"{name} {number}") for number, entry in enumerate(given)]
 
 
 def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -184,26 +186,30 @@ def _cut_at_mark(text: str, final: str) -> str:
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
 
 
-def _plain(value: Any, name: str) -> Any:
+def _simplify_value(value: Any, name: str) -> Any:
     """Copy a value into plain JSON types, so that the sandbox sees no other objects."""
     try:
-        return _copied(value, name)
+        return _copy_value(value, name)
     except RecursionError:
         raise RequestError(f"{name} is nested too deeply") from None
 
 
-def _copied(value: Any, name: str) -> Any:
+def _copy_value(value: Any, name: str) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
         if isinstance(value, kind):  # a member of an enumeration, for example
             return getattr(kind, f"__{kind.__name__}__")(value)
     if isinstance(value, Mapping):
-        return {_copied(key, name): _copied(item, name) for key, item in value.items()}
+        return {_copy_value(key, name): _copy_value(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(_copied(item, name) for item in value)
+        return (list if isinstance(value, list) else tuple)(
+            _copy_value(item, name) for item in value
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _copied(getattr(value, f.name), name) for f in dataclasses.fields(value)}
+        return {
+            f.name: _copy_value(getattr(value, f.name), name) for f in dataclasses.fields(value)
+        }
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
-        return _copied(dump(), name)
+        return _copy_value(dump(), name)
     raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")

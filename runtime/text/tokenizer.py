@@ -96,7 +96,7 @@ class Tokenizer:
         """Return the bytes that a token adds to the text: none for a special or unknown token."""
         found = self._bytes.get(token)
         if found is None:
-            found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
+            found = self._bytes[token] = _decode_spelling(self._backend.id_to_token(token) or "")
         return found
 
     def find_special_name(self, token: int) -> str | None:
@@ -231,7 +231,7 @@ def _map_chars_to_bytes() -> dict[str, int]:
 _BYTE = _map_chars_to_bytes()
 
 
-def _spelled(token: str) -> bytes:
+def _decode_spelling(token: str) -> bytes:
     """Return the bytes of a token; a token with characters outside the alphabet is plain text."""
     try:
         return bytes(_BYTE[char] for char in token)

@@ -45,7 +45,7 @@ def special_tokens(config: Config) -> dict[str, str]:
     given |= {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(own := config.get("extra_special_tokens"), dict):
         given |= own
-    texts = {name: _text(value) for name, value in given.items()}
+    texts = {name: _read_text(value) for name, value in given.items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -62,10 +62,12 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     for token in tokens:
         token.special = token.special or token.content in special
     texts = {token.content for token in (*known.values(), *tokens)}
-    new = (text for text in dict.fromkeys((*named, *_unnamed(config))) if text not in texts)
+    new = (text for text in dict.fromkeys((*named, *_find_unnamed(config))) if text not in texts)
     tokens += [AddedToken(text, special=True) for text in new]
-    flags = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
-    if changes := [token for token in tokens if flags.get(token.content) != _flags(token)]:
+    flags = {
+        token.content: _list_flags(token) for token in backend.get_added_tokens_decoder().values()
+    }
+    if changes := [token for token in tokens if flags.get(token.content) != _list_flags(token)]:
         backend.add_tokens(changes)
 
 
@@ -140,21 +142,21 @@ def _read_given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
             ) from None
 
 
-def _unnamed(config: Config) -> Iterator[str]:
+def _find_unnamed(config: Config) -> Iterator[str]:
     """Yield the special tokens without names."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     for token in extra if isinstance(extra, list) else ():
-        if (text := _text(token)) is not None:
+        if (text := _read_text(token)) is not None:
             yield text
 
 
-def _text(token: object) -> str | None:
+def _read_text(token: object) -> str | None:
     """Return the text of a token, which is a text or {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def _flags(token: AddedToken) -> tuple[bool, ...]:
+def _list_flags(token: AddedToken) -> tuple[bool, ...]:
     return tuple(getattr(token, name) for name in FLAGS)
 
 

@@ -58,7 +58,7 @@ class ToolCallParser:
         else:  # the end of the text may begin a marker
             at = len(text) - (0 if last else measure_marker_prefix(text, *self._markers))
         text, self._pending = text[:at], text[at + len(marker) :]
-        space = text[len(self._trimmed(text)) :]
+        space = text[len(self._trim(text)) :]
         if not found:
             self._pending = "" if last else space + self._pending
         elif marker not in self.form.outer:
@@ -69,14 +69,14 @@ class ToolCallParser:
                 if tagged
                 else JsonCallParser(self.form)
             )
-        return self._content(text)
+        return self._make_content(text)
 
-    def _trimmed(self, text: str) -> str:
+    def _trim(self, text: str) -> str:
         """Drop the white space between and after calls, which is not part of the answer."""
         return text.rstrip() if self.count else text
 
-    def _content(self, text: str) -> list[AnswerPiece]:
-        return [] if self.single and self.count else [AnswerPiece("content", self._trimmed(text))]
+    def _make_content(self, text: str) -> list[AnswerPiece]:
+        return [] if self.single and self.count else [AnswerPiece("content", self._trim(text))]
 
     def _in_call(self, call: CallParser, last: bool) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
@@ -93,6 +93,6 @@ class ToolCallParser:
             self._pending, self._call = call.rest, None
             self._truncated += call.truncated
             if call.truncated and self._truncated > MAX_TRUNCATED:
-                pieces += self._content(self._pending)
+                pieces += self._make_content(self._pending)
                 self._pending = ""
         return pieces

@@ -22,16 +22,16 @@ def detect_form(templates: ChatTemplates) -> str | None:
     """Return the name of the form in which a template writes calls; None if it is unknown."""
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # some templates want JSON text
         try:
-            text = _rendered(templates, arguments)
+            text = _render_call(templates, arguments)
         except MtpbuildError:  # the template wants the other kind of arguments, or no calls
             continue
-        found = [name for name, form in FORMS.items() if _reads(form, text)]
+        found = [name for name, form in FORMS.items() if _is_read_back(form, text)]
         if found:  # several forms match if they differ in line breaks alone
-            return next((name for name in found if _spelled(FORMS[name]) in text), found[0])
+            return next((name for name in found if _write_beginning(FORMS[name]) in text), found[0])
     return None
 
 
-def _rendered(templates: ChatTemplates, arguments: Any) -> str:
+def _render_call(templates: ChatTemplates, arguments: Any) -> str:
     function = {"name": NAME, "arguments": arguments}
     call = {"id": f"functions.{NAME}:0", "type": "function", "function": function}
     tool = {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}
@@ -43,7 +43,7 @@ def _rendered(templates: ChatTemplates, arguments: Any) -> str:
     return text.rpartition(ASKED)[2]
 
 
-def _reads(form: Form, text: str) -> bool:
+def _is_read_back(form: Form, text: str) -> bool:
     """Return whether the form's parser reads back exactly this call."""
     pieces = ToolCallParser(form, {NAME: SCHEMA}).feed(text, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
@@ -51,7 +51,7 @@ def _reads(form: Form, text: str) -> bool:
     return names == [NAME] and json.loads(text) == ARGUMENTS
 
 
-def _spelled(form: Form) -> str:
+def _write_beginning(form: Form) -> str:
     """Write the beginning of the call in this form."""
     if form.tags is None:
         before, after, _ = form.spelled

@@ -27,7 +27,7 @@ def write_calls_grammar(
     the grammar can't express in tags, RequestError for one that is wrong.
     """
     before, between, after = form.spelled
-    spell = partial(_literal, tokenizer=tokenizer)
+    spell = partial(_quote_literal, tokenizer=tokenizer)
     opening, closing = spell(form.begin + before), spell(after + form.end)
     inner = INDEX.join(map(spell, between.split(INDEX_OF_CALL)))
     rules = []
@@ -39,14 +39,14 @@ def write_calls_grammar(
         spelled = json.dumps(name, ensure_ascii=False)[1:-1] if form.head is None else name
         parts = opening, json.dumps(spelled), inner, f"arguments_{number}", closing
         rules.append(f"call_{number}: {' '.join(parts)}")
-        rules.append(_arguments(name, schema, f"arguments_{number}"))
-    first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
+        rules.append(_write_arguments_rules(name, schema, f"arguments_{number}"))
+    first, last = (_quote_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     start = f"start: {first} call{'' if single else '+'} {last}"
     return "\n".join([start, f"call: {call}", *rules])
 
 
-def _arguments(name: str, schema: Mapping[str, Any], rule: str) -> str:
+def _write_arguments_rules(name: str, schema: Mapping[str, Any], rule: str) -> str:
     """Write the rules for a function's arguments, a JSON object; raise RequestError."""
     try:
         return write_json_rules(prepare_schema(json.dumps(make_object_schema(schema))), rule)
@@ -54,12 +54,12 @@ def _arguments(name: str, schema: Mapping[str, Any], rule: str) -> str:
         raise RequestError(f"tools: {name:.60}: {error}") from None
 
 
-def _literal(text: str, tokenizer: Tokenizer) -> str:
+def _quote_literal(text: str, tokenizer: Tokenizer) -> str:
     """Write a text in Lark's syntax, with added tokens as ids, as llguidance needs them."""
-    return " ".join(_parts(text, tokenizer.added_tokens))
+    return " ".join(_split_parts(text, tokenizer.added_tokens))
 
 
-def _parts(text: str, added: dict[str, int]) -> Iterator[str]:
+def _split_parts(text: str, added: dict[str, int]) -> Iterator[str]:
     while text:
         found = [(text.index(token), token) for token in added if token in text]
         at, token = min(found, default=(len(text), ""))

@@ -31,7 +31,7 @@ class JsonCallParser(CallParser):
         self._name = ""
         self._fenced = False
         self._next: Callable[[bool], list[CallPart]] = (
-            self._lead if form.head is None else self._head
+            self._lead if form.head is None else self._read_head
         )
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
@@ -49,7 +49,7 @@ class JsonCallParser(CallParser):
         self.rest, self.truncated = "".join(self._raw) + self._text, truncated
         return [("content", self._form.begin)]
 
-    def _head(self, last: bool) -> list[CallPart]:
+    def _read_head(self, last: bool) -> list[CallPart]:
         """Parse the name before the arguments."""
         assert self._form.head is not None
         found = self._form.head.match(self._text[:LONGEST_HEAD])
@@ -79,13 +79,13 @@ class JsonCallParser(CallParser):
         if self._form.head is None:
             if first not in ("{", "["):
                 return self._refuse()
-            self._next = self._fields
+            self._next = self._read_fields
         else:
-            self._next = self._arguments if first == "{" else self._other
+            self._next = self._read_arguments if first == "{" else self._read_other
         self._read(found.end())
-        return [("name", self._name)] if self._next == self._arguments else []
+        return [("name", self._name)] if self._next == self._read_arguments else []
 
-    def _fields(self, last: bool) -> list[CallPart]:
+    def _read_fields(self, last: bool) -> list[CallPart]:
         """Parse a call as JSON; if HEAD matches, stream the arguments, else wait for the end."""
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
@@ -94,7 +94,7 @@ class JsonCallParser(CallParser):
             name = str(repair_json(f"[{found['name']}]")[0]).strip() if found else ""
             if found and name:
                 self._text, self._value = full_text[found.end() :], JsonReader(self._stops)
-                self._next = self._arguments
+                self._next = self._read_arguments
                 return [("name", name)]
         count, text = self._value.take(self._text, last=last)
         self._read(count)
@@ -110,32 +110,32 @@ class JsonCallParser(CallParser):
         if not calls:
             self.rest = self._text
             return [("content", self._form.begin + "".join(self._raw))]
-        self._next = self._tail
+        self._next = self._skip_tail
         return call_parts(calls)
 
-    def _arguments(self, last: bool) -> list[CallPart]:
+    def _read_arguments(self, last: bool) -> list[CallPart]:
         count, text = self._value.take(self._text, last=last)
         self._text = self._text[count:]
         if self._value.closed:
             self._value = JsonReader(self._stops)
             self._value.take(MORE_FIELDS)
-            self._next = self._skip_more_fields if self._form.head is None else self._tail
+            self._next = self._skip_more_fields if self._form.head is None else self._skip_tail
         return [("arguments", text)]
 
-    def _other(self, last: bool) -> list[CallPart]:
+    def _read_other(self, last: bool) -> list[CallPart]:
         """Parse arguments that are not an object: no text, or a string with the object in it."""
         ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if not ends and not last:
             return []
         given = self._text[: min(ends, default=None)]
         try:
-            arguments = _write_arguments(_plain(given.strip("` \t\n\r")))
+            arguments = _write_arguments(_simplify_arguments(given.strip("` \t\n\r")))
             if not ends and not given:
                 raise ValueError("cut before the arguments")
         except ValueError:
             return self._refuse(truncated=not ends)
         self._read(len(given))
-        self._next = self._tail
+        self._next = self._skip_tail
         return [("name", self._name), ("arguments", arguments)]
 
     def _skip_more_fields(self, last: bool) -> list[CallPart]:
@@ -149,10 +149,10 @@ class JsonCallParser(CallParser):
             self._text = self._text[count:]
             if not self._value.closed:
                 return []
-        self._next = self._tail
+        self._next = self._skip_tail
         return []
 
-    def _tail(self, last: bool) -> list[CallPart]:
+    def _skip_tail(self, last: bool) -> list[CallPart]:
         """Skip the remaining brackets, the code fence and the call's end marker."""
         self._text = self._text.lstrip("}] \t\n\r" + ("`" if self._fenced else ""))
         end = self._form.end
@@ -162,7 +162,7 @@ class JsonCallParser(CallParser):
         return []
 
 
-def _plain(text: str) -> Any:
+def _simplify_arguments(text: str) -> Any:
     return None if text in ("", "None") else json.loads(text, strict=False)
 
 

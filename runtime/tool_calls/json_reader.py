@@ -73,7 +73,11 @@ class JsonReader:
         """
         at, written = 0, []
         while not self.closed:
-            step = self._in_string(text, at, last) if self._quote else self._outside(text, at, last)
+            step = (
+                self._in_string(text, at, last)
+                if self._quote
+                else self._read_outside(text, at, last)
+            )
             if step is None:
                 break
             at, piece = step
@@ -90,11 +94,11 @@ class JsonReader:
             self._quote = ""
             self._place = "colon" if self._place == "key" else "comma"
         while self._open:
-            written += self._closing()
+            written += self._pop_bracket()
         self.closed = True
         return written
 
-    def _closing(self) -> str:
+    def _pop_bracket(self) -> str:
         """Write the innermost closing bracket."""
         bracket = self._open.pop()
         before = ""
@@ -112,7 +116,7 @@ class JsonReader:
             return None
         return False
 
-    def _outside(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
+    def _read_outside(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
         found = SPACE.match(text, at)
         assert found is not None
         space, here = found[0], found.end()
@@ -139,8 +143,8 @@ class JsonReader:
             return ""
         inner = ""
         while self._open[-1] != char:
-            inner += self._closing()
-        written = inner + space + self._closing()
+            inner += self._pop_bracket()
+        written = inner + space + self._pop_bracket()
         if not self._open:
             self.closed = True
         return written

@@ -124,7 +124,11 @@ class TaggedReader:
                 string=None if self._tags.other is None else kind is not None,
             )
         ended = bool(self._end) and self._skip(self._end)
-        if not ended and not arguments and not self._follows((self._form.end, self._form.begin)):
+        if (
+            not ended
+            and not arguments
+            and not self._is_followed((self._form.end, self._form.begin))
+        ):
             raise NoCallError
         return name, arguments
 
@@ -148,7 +152,7 @@ class TaggedReader:
             raise NoCallError
         return text.strip(), found
 
-    def _follows(self, marks: tuple[str, ...], at: int | None = None) -> bool:
+    def _is_followed(self, marks: tuple[str, ...], at: int | None = None) -> bool:
         return any(self._match_mark(mark, at) is not None for mark in marks if mark)
 
     def _find_value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
@@ -180,12 +184,12 @@ class TaggedReader:
             except NoCallError:
                 return False
             return key not in given
-        if self._follows((self._end, self._form.end, self._name, self._form.begin), at):
+        if self._is_followed((self._end, self._form.end, self._name, self._form.begin), at):
             return True
         return self._last and not self._text[at:].strip()
 
 
-def _spaced(mark: str) -> str:
+def _allow_spaces(mark: str) -> str:
     """Return a pattern for a mark that allows any white space at its line breaks."""
     return r"\s*".join(re.escape(part) for part in mark.split("\n"))
 
@@ -196,7 +200,7 @@ def _match_value_begin(tags: Tags) -> re.Pattern[str]:
     for name, value in (("string", tags.value), ("other", tags.other)):
         if value:
             last = "\n?" if value[0].endswith(NEWLINE) else ""
-            patterns.append(f"(?P<{name}>{_spaced(value[0].removesuffix(NEWLINE))}{last})")
+            patterns.append(f"(?P<{name}>{_allow_spaces(value[0].removesuffix(NEWLINE))}{last})")
     return re.compile("|".join(patterns))
 
 

@@ -52,7 +52,7 @@ def read_tool_use(
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise RequestError("tools is a list of JSON objects")
     known = dict(_read_tool(number, tool) for number, tool in enumerate(tools or ()))
-    wanted = _wanted(tool_choice, known, given=tools is not None)
+    wanted = _find_required(tool_choice, known, given=tools is not None)
     if not known or tool_choice == "none":
         return None
     if tool_call_parser == "none":
@@ -82,7 +82,9 @@ def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
     return function["name"], function.get("parameters")
 
 
-def _wanted(choice: Any, known: Mapping[str, Any], *, given: bool) -> Mapping[str, Any] | None:
+def _find_required(
+    choice: Any, known: Mapping[str, Any], *, given: bool
+) -> Mapping[str, Any] | None:
     """Return the tools of which one must be called; None if the model may choose."""
     match choice:
         case None | "none":

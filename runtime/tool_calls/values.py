@@ -21,7 +21,7 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
     the argument as a string; None if tags have no such mark.
     """
     types = list_allowed_types(schema, root, {})
-    if string is None and (found := _listed(text, schema)):
+    if string is None and (found := _list_meant(text, schema)):
         return found[0]
     if string is not None:
         types = frozenset({"string"}) if string else types - {"string"} or ANY - {"string"}
@@ -52,7 +52,7 @@ def find_schema(name: str, root: Any) -> Any:
     return others if isinstance(others, Mapping) else {"type": "string"}
 
 
-def _listed(text: str, schema: Any) -> list[Any]:
+def _list_meant(text: str, schema: Any) -> list[Any]:
     """Return the enum's values that the text may mean; an equal string takes precedence."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if not isinstance(values, list):

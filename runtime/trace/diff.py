@@ -96,10 +96,10 @@ def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
         left, right = a.requests.get(task_id), b.requests.get(task_id)
         if left and right:
             _check_same(a, b, left.request, right.request)
-            notes += [n for n in _notes(left.request, right.request) if n not in notes]
+            notes += [n for n in _list_notes(left.request, right.request) if n not in notes]
             found.append(_compare(left, right))
         else:
-            found.append(_missing(task_id, a, b))
+            found.append(_report_missing(task_id, a, b))
     return TraceDiff(found, notes)
 
 
@@ -124,7 +124,7 @@ def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLin
             refuse(name, mine, other)
 
 
-def _notes(left: RequestLine, right: RequestLine) -> list[str]:
+def _list_notes(left: RequestLine, right: RequestLine) -> list[str]:
     both = ((name, left.setting(name), right.setting(name)) for name in NOTED)
     notes = [f"{name}: {mine} | {other}" for name, mine, other in both if mine != other]
     if left.weights != right.weights:
@@ -181,7 +181,7 @@ def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | N
     return None
 
 
-def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
+def _report_missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
     """Report a request that one trace lacks; that trace must have been interrupted."""
     has, lacks = (a, b) if task_id in a.requests else (b, a)
     if lacks.complete:

@@ -80,7 +80,7 @@ class StepLine(_Line):
     uniforms: Uniforms | None
 
     @model_validator(mode="after")
-    def _sizes(self) -> Self:
+    def _check_sizes(self) -> Self:
         lists = (self.tokens, self.logprobs, self.margins, self.entropies or self.tokens)
         lengths = {len(values) for values in lists}
         of_drafts = (self.window[1:], self.draft_logprobs, self.draft_ranks, self.draft_q)

@@ -42,12 +42,12 @@ class Page:
 def render_page(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
     """Return the page's HTML, which loads no other file."""
     template = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-    data = json.dumps([_data(request, tokenizer) for request in requests])
+    data = json.dumps([_make_data(request, tokenizer) for request in requests])
     # Only "<" can end a script element or begin a comment in it.
     return template.replace(PLACE, data.replace("<", "\\u003c"))
 
 
-def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
+def _list_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings, as JSON, that differ from their defaults and bear on the text.
 
     max_tokens is always among them.
@@ -60,7 +60,7 @@ def _settings(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _make_data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return a request's lines, with the text of each token."""
     speller, request = Speller(tokenizer), traced.request.model_dump(mode="json")
     prompt = [speller.next(token) for token in traced.request.prompt]
@@ -70,7 +70,7 @@ def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
         texts = [speller.next(token) for token in step.tokens]
         steps.append(step.model_dump(mode="json") | {"texts": texts, "draft_texts": drafts})
     return {
-        "request": request | {"texts": prompt, "settings": _settings(request["params"])},
+        "request": request | {"texts": prompt, "settings": _list_settings(request["params"])},
         "steps": steps,
         "end": traced.end and traced.end.model_dump(mode="json"),
     }

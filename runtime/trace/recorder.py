@@ -123,11 +123,11 @@ class RequestTrace:
                 window=output.window[slot, : m + 1].tolist(),
                 n=n,
                 tokens=output.tokens[slot, :n].tolist(),
-                logprobs=_numbers(output.logprobs[slot, :n]),
-                margins=_numbers(output.margins[slot, :n]),
+                logprobs=_shorten_numbers(output.logprobs[slot, :n]),
+                margins=_shorten_numbers(output.margins[slot, :n]),
                 entropies=compute_entropies(top[slot, :n]) if wanted and top is not None else None,
                 **(self._record_drafts(request, output, slot, m) if wanted else {}),
-                uniforms=self._drawn(request.length + 1, m + 1),
+                uniforms=self._list_drawn(request.length + 1, m + 1),
             )
         )
         self._steps += 1
@@ -137,10 +137,10 @@ class RequestTrace:
         """Return the fields about a step's m drafts that its program reports."""
         found: dict[str, Any] = {}
         if output.draft_logprobs is not None and output.draft_ranks is not None:
-            found["draft_logprobs"] = _numbers(output.draft_logprobs[slot, :m])
+            found["draft_logprobs"] = _shorten_numbers(output.draft_logprobs[slot, :m])
             found["draft_ranks"] = output.draft_ranks[slot, :m].tolist()
         if output.draft_q is not None and request.controls.temperature > 0:
-            found["draft_q"] = _numbers(output.draft_q[slot, :m])
+            found["draft_q"] = _shorten_numbers(output.draft_q[slot, :m])
         return found
 
     def end(self, request: Request, reason: FinishReason) -> None:
@@ -171,11 +171,11 @@ class RequestTrace:
             params=asdict(request.params) | {"seed": request.seed},
         )
 
-    def _drawn(self, first: int, count: int) -> lines.Uniforms | None:
+    def _list_drawn(self, first: int, count: int) -> lines.Uniforms | None:
         """Return the numbers of positions first .. first + count - 1, if the request draws any."""
         if self._uniforms is None:
             return None
-        rows = [_numbers(row) for row in self._uniforms[:, first : first + count]]
+        rows = [_shorten_numbers(row) for row in self._uniforms[:, first : first + count]]
         return lines.Uniforms(**dict(zip(("draft", "accept", "recover"), rows, strict=True)))
 
 
@@ -213,7 +213,7 @@ def check_paths(paths: Sequence[str | Path]) -> None:
             raise UsageError(f"trace {path}: can't be written ({reason})")
 
 
-def _numbers(row: Floats) -> list[Any]:
+def _shorten_numbers(row: Floats) -> list[Any]:
     """Return the shortest decimals for 32-bit numbers; None for infinities and NaN."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
 
@@ -227,4 +227,4 @@ def compute_entropies(top: Floats) -> list[Any]:
     rest = np.maximum(1 - shares.sum(1, keepdims=True), 0)
     shares = np.concatenate([shares, rest], 1)
     each = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
-    return _numbers(-(shares * each).sum(1).astype(np.float32))
+    return _shorten_numbers(-(shares * each).sum(1).astype(np.float32))

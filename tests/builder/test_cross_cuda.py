@@ -268,7 +268,7 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_this_torch_asks_by_these_names(tmp_path: Path) -> None:
     """A name that is gone would be answered to nobody; some are in PyTorch with CUDA alone."""
     with_cuda = {"_cuda_getCurrentRawStream", "_empty_strided_cuda"}
-    answers = list(cross_cuda._answers(GPUS["9.0"], "9.0", tmp_path))
+    answers = list(cross_cuda._list_answers(GPUS["9.0"], "9.0", tmp_path))
     assert len(answers) > 25
     absent = {name for owner, name, _ in answers if not hasattr(owner, name)}
     assert absent <= with_cuda

@@ -54,7 +54,7 @@ def changed(to: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda real, *given, **named: to(real(*given, **named))
 
 
-ROW_PAIRS = modelopt.RowPairs._values
+ROW_PAIRS = modelopt.RowPairs._unpack_values
 # A bug of each reader, and a checkpoint that shows it.
 BUGS: dict[str, tuple[Patch, str]] = {
     "AWQ's nibbles in sequence": (replaced(awq, "ORDER", (*range(8),)), "autoawq"),
@@ -90,7 +90,8 @@ BUGS: dict[str, tuple[Patch, str]] = {
     ),
     "ModelOpt's rows are exchanged": (
         replaced(
-            modelopt.RowPairs, "_values", staticmethod(lambda parts: ROW_PAIRS(parts).flip(0))
+            modelopt.RowPairs, "_unpack_values",
+            staticmethod(lambda parts: ROW_PAIRS(parts).flip(0)),
         ),
         "modelopt",
     ),

@@ -95,7 +95,7 @@ def plant(place: str, engine: Engine, programs: FakePrograms, request: Request) 
         case "load":
             return raise_once(programs, "load_rows")
         case "fill":
-            return raise_once(loop, "_tokens")
+            return raise_once(loop, "_cut_chunk")
         case "constrain":
             request.grammar = Grammar("ahead")
         case "hand out":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from mtpbuild.runtime import RequestError, StructuredOutputs
-from mtpbuild.runtime.constraints.grammar import _source
+from mtpbuild.runtime.constraints.grammar import _write_source
 from mtpbuild.runtime.constraints.json_patterns import translate_pattern
 from mtpbuild.runtime.constraints.json_rules import match_integers
 from mtpbuild.runtime.constraints.json_schema import make_object_schema
@@ -23,7 +23,7 @@ BIG = 2**53 + 1
 
 
 def matcher(schema: Any) -> LLMatcher:
-    made = LLMatcher(BYTES, _source(StructuredOutputs(json=schema)), log_level=0)
+    made = LLMatcher(BYTES, _write_source(StructuredOutputs(json=schema)), log_level=0)
     assert not made.is_error(), made.get_error()
     return made
 

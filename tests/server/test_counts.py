@@ -127,17 +127,18 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
     first = TokenLogprobs(71, -0.5, ((71, -0.5), (72, -1.0)))
     tokenizer = fake_tokenizer()
     name = {id: tokenizer.text([id]) for id in (70, 71, 72)}
-    chat = ChatAnswer("m", CHAT, [], tokenizer)._logprobs([chosen, first])["content"]
+    chat = ChatAnswer("m", CHAT, [], tokenizer)._make_logprobs([chosen, first])["content"]
     assert [top["token"] for top in chat[0]["top_logprobs"]] == [name[71], name[72], name[70]]
     assert [top["token"] for top in chat[1]["top_logprobs"]] == [name[71], name[72]]
-    told = CompletionAnswer("m", TEXT, [], tokenizer)._logprobs([chosen, first], [0, 1], 2)
+    told = CompletionAnswer("m", TEXT, [], tokenizer)._make_logprobs([chosen, first], [0, 1], 2)
     assert told["top_logprobs"] == [
         {name[70]: -5.0, name[71]: -0.5, name[72]: -1.0},
         {name[71]: -0.5, name[72]: -1.0},
     ]
     bare = TokenLogprobs(70, -5.0, ())
     assert (
-        ChatAnswer("m", CHAT, [], tokenizer)._logprobs([bare])["content"][0]["top_logprobs"] == []
+        ChatAnswer("m", CHAT, [], tokenizer)._make_logprobs([bare])["content"][0]["top_logprobs"]
+        == []
     )
-    told = CompletionAnswer("m", TEXT, [], tokenizer)._logprobs([bare], [0], 1)
+    told = CompletionAnswer("m", TEXT, [], tokenizer)._make_logprobs([bare], [0], 1)
     assert told["top_logprobs"] == [{name[70]: -5.0}]

@@ -36,7 +36,7 @@ def calls(
             self._left: dict[str, int] = {}
             super().__init__(*given)
 
-        def _session(self, program: str) -> Any:
+        def _open_session(self, program: str) -> Any:
             path = self._folder / self._programs[program].file
             model = self._graphs[program] = onnx.load(path, load_external_data=False)
             self._left[program] = RUNS
@@ -44,7 +44,7 @@ def calls(
                 apart(model.graph)
             _listen(model.graph)
             onnx.save(model, path)
-            return super()._session(program)
+            return super()._open_session(program)
 
         def _bind(self, program: str, *given: Any) -> Any:
             binding = super()._bind(program, *given)

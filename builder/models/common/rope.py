@@ -29,7 +29,7 @@ def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     return base / rope.factor * ramp + base * (1 - ramp)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _compute_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -40,15 +40,17 @@ def compute_table_scale(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+        return _compute_mscale(rope.factor, rope.mscale) / _compute_mscale(
+            rope.factor, rope.mscale_all_dim
+        )
+    return _compute_mscale(rope.factor, 1.0)
 
 
 def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
     """Return the scale of attention scores: from a head's width, never from a latent's."""
     scale = 1 / math.sqrt(head_dim)
     if rope.kind != "default" and rope.mscale_all_dim:
-        scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
+        scale *= _compute_mscale(rope.factor, rope.mscale_all_dim) ** 2
     return scale
 
 

@@ -197,18 +197,21 @@ class Weight:
                 parts = [checkpoint.read_kept_parts(each.name, held[each.name]) for each in group]
                 for name, suffix in self.tensors.items():
                     part = [each[suffix] for each in parts]
-                    yield name, self._joined(self.format, suffix, group, part, share).contiguous()
+                    yield (
+                        name,
+                        self._join_part(self.format, suffix, group, part, share).contiguous(),
+                    )
                 continue
             # Stored tensors are bound to no name, so they are freed before the slice is copied.
             join = in_turn if self.layout is Layout.ROWS else self.transform
             slice = join(*[share.cut(stored, checkpoint.read(stored.name)) for stored in group])
             if self.format is None:
                 (name,) = self.tensors
-                yield name, self._floats(slice).contiguous()
+                yield name, self._read_floats(slice).contiguous()
             else:
                 yield from self._encode_by_head(self.format, slice)
 
-    def _floats(self, slice: Tensor) -> Tensor:
+    def _read_floats(self, slice: Tensor) -> Tensor:
         """Return an unquantised slice in the weight's layout."""
         if not self.packed:
             return slice
@@ -226,7 +229,7 @@ class Weight:
         for name, suffix in self.tensors.items():
             yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
 
-    def _joined(
+    def _join_part(
         self,
         format: Format,
         suffix: str,

@@ -20,13 +20,13 @@ CHAIN = "Chain"
 
 def join_chains(model: ir.Model, traced: "TracedProgram | None" = None) -> ir.Model:
     """Join runs of our operators; others run as early as they can, so that runs are long."""
-    for run in [run for run in _runs(model.graph) if len(run) > 1]:
+    for run in [run for run in _find_runs(model.graph) if len(run) > 1]:
         _replace_by_chain(model.graph, run)
     model.graph.sort()
     return model
 
 
-def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
+def _find_runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
     """Yield runs of our operators; the others that are ready are scheduled between two runs."""
     waiting, done, own = [*graph], set[ir.Node](), False
     needs = {node: {*_find_producers(node, graph)} for node in waiting}
@@ -60,7 +60,7 @@ def _replace_by_chain(graph: ir.Graph, run: list[ir.Node]) -> None:
     inside = {*made}
     operands = [*dict.fromkeys(value for value in inputs if value not in inside)]
     numbers = {value: number for number, value in enumerate([*operands, *made])}
-    results = [value for value in made if _leaves(value, {*run})]
+    results = [value for value in made if _is_leaving(value, {*run})]
     steps = "\n".join(_step(node, numbers) for node in run)
     chain = ir.node(
         CHAIN,
@@ -84,7 +84,7 @@ def _is_read(value: ir.Value) -> bool:
     return value.is_graph_output() or bool(value.uses())
 
 
-def _leaves(value: ir.Value, run: set[ir.Node]) -> bool:
+def _is_leaving(value: ir.Value, run: set[ir.Node]) -> bool:
     return value.is_graph_output() or any(use.node not in run for use in value.uses())
 
 
@@ -94,11 +94,11 @@ def _step(node: ir.Node, numbers: dict[ir.Value, int]) -> str:
     def named(values: Iterable[ir.Value | None]) -> list[str]:
         return ["-" if v is None or v not in numbers else str(numbers[v]) for v in values]
 
-    settings = [f"{name}={_bits(attribute)}" for name, attribute in node.attributes.items()]
+    settings = [f"{name}={_read_bits(attribute)}" for name, attribute in node.attributes.items()]
     return " ".join([node.op_type, *named(node.inputs), ">", *named(node.outputs), *settings])
 
 
-def _bits(attribute: ir.Attr) -> int:
+def _read_bits(attribute: ir.Attr) -> int:
     if attribute.type == ir.AttributeType.INT:
         return attribute.as_int()
     (bits,) = struct.unpack("<I", struct.pack("<f", attribute.as_float()))

@@ -163,7 +163,7 @@ def _replace(old: ir.Node, new: ir.Node) -> None:
 
 def _have_same_shape(a: ir.Value, b: ir.Value) -> bool:
     """Return whether both values are fp32 of the same known shape."""
-    known = a.shape is not None and None not in [*map(_size, a.shape)]
+    known = a.shape is not None and None not in [*map(_read_size, a.shape)]
     return known and a.shape == b.shape and a.dtype == ir.DataType.FLOAT == b.dtype
 
 
@@ -191,13 +191,13 @@ def _can_add(own: ir.Value, other: ir.Value) -> bool:
     index = SUM[product.op_type]
     taken = len(product.inputs) > index and product.inputs[index] is not None
     read_once = len([*own.uses()]) == 1 and not own.is_graph_output()
-    known = own.shape is not None and None not in [*map(_size, own.shape)]
+    known = own.shape is not None and None not in [*map(_read_size, own.shape)]
     may_be_bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
     fits = own.shape == other.shape or (may_be_bias and [*other.shape] == [own.shape[-1]])
     return read_once and not taken and known and fits
 
 
-def _size(size: int | ir.SymbolicDim) -> int | str | None:
+def _read_size(size: int | ir.SymbolicDim) -> int | str | None:
     return size if isinstance(size, int) else size.value
 
 

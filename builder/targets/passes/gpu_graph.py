@@ -54,7 +54,7 @@ def sum_parts_in_readers(exported: ExportedProgram, traced: "TracedProgram") -> 
             continue
         with graph.inserting_before(product):
             parts = graph.call_function(op, product.args, product.kwargs)
-            parts.meta["val"] = op(*pytree.tree_map(_value, product.args))
+            parts.meta["val"] = op(*pytree.tree_map(_find_value, product.args))
         node.replace_input_with(product, parts)
         graph.erase_node(product)
     return exported
@@ -69,13 +69,13 @@ def _find_product_in_parts(product: Node) -> Any:
         return ours.matmul_scaled_parts.default
     if name_op(product) != "aten::matmul":
         return None
-    x, weight = map(_value, product.args)
+    x, weight = map(_find_value, product.args)
     tokens = math.prod(x.shape[:-1])
     few = isinstance(x.shape[-2], int) and not (isinstance(tokens, int) and tokens > MAX_TOKENS)
     return ours.matmul_parts.default if few and weight.dim() == 2 else None
 
 
-def _value(arg: Any) -> Any:
+def _find_value(arg: Any) -> Any:
     return arg.meta["val"] if isinstance(arg, Node) else arg
 
 
@@ -92,7 +92,7 @@ def _inline_branches(module: GraphModule) -> None:
         predicate, yes, no, operands = node.args
         with module.graph.inserting_before(node):
             sides = [_inline(module, side, operands) for side in (yes, no)]
-            results = [_where(module, predicate, *pair) for pair in zip(*sides, strict=True)]
+            results = [_insert_where(module, predicate, *pair) for pair in zip(*sides, strict=True)]
         for user in list(node.users):
             assert user.op == "call_function", "a result of cond is taken out by getitem"
             user.replace_all_uses_with(results[user.args[1]])
@@ -120,7 +120,7 @@ def _inline(module: GraphModule, side: Node, operands: tuple[Node, ...]) -> list
     raise AssertionError("a graph ends with its output")
 
 
-def _where(module: GraphModule, predicate: Node, yes: Node, no: Node) -> Node:
+def _insert_where(module: GraphModule, predicate: Node, yes: Node, no: Node) -> Node:
     chosen = module.graph.call_function(torch.ops.aten.where.self, (predicate, yes, no))
     chosen.meta["val"] = yes.meta["val"]
     return chosen

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 def decompose(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
     """Before: all operators of PyTorch. After: those with converters, the same for all ranks."""
-    return _decomposed(exported)
+    return _decompose_all(exported)
 
 
 @lru_cache(maxsize=1)
-def _decomposed(exported: ExportedProgram) -> ExportedProgram:
+def _decompose_all(exported: ExportedProgram) -> ExportedProgram:
     from mtpbuild.builder.targets.lower_tensorrt import lowering, settings
 
     exported = lowering().pre_export_lowering(exported, settings())
