@@ -38,12 +38,12 @@ BUGS: dict[str, tuple[str, dict[str, str]]] = {
             "(first + v), totals[m][v]);": "(first + v), add(totals[m][v], odd[v]));",
         },
     ),
-    "attention is cut where its window begins": (
+    "attention is cut in the middle of what its window's first row sees": (
         "attention.h",
         {
             "at < end; at += mtp::CHUNK) {": "at < end;) {",
             "count = last - at;\n": """count = 0;
-    if (at < a.seen[0] && a.seen[0] < last) last = a.seen[0];
+    if (at < a.seen[0] / 2 && a.seen[0] / 2 < last) last = a.seen[0] / 2;
     count = last - at;
 """,
             "    Floats factor = weigh(": "    at = last;\n    Floats factor = weigh(",
