@@ -111,7 +111,6 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
         from tests.support.requests import build_request
 
         options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))
-        options = options.replace("'", "")  # torch's command of a C++ compiler loses quotes
         out = shared_folder / "engines" / f"{Path(model).name}_n{nextn}_{drafter}{options}"
         out.parent.mkdir(exist_ok=True)
         with FileLock(f"{out}.lock"):

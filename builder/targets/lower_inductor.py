@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -146,8 +147,7 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
-        # In `folder`, so that it is removed with the leftovers of an aborted build.
-        tempfile.TemporaryDirectory(dir=folder) as scratch,
+        tempfile.TemporaryDirectory(dir=_choose_place(folder)) as scratch,
         _choose_machine(plan, scratch),
         _pretend_group(plan.ranks.tp),
         # Ignore torch's warnings about the graphs that it copies.
@@ -164,6 +164,15 @@ def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, settings))
     _write_constants(replace(traced, exported=exported), weights, folder, values)
     return file
+
+
+def _choose_place(folder: Path) -> Path | None:
+    """Return where to compile: `folder`, which is removed with the leftovers of an aborted build.
+
+    torch gives the C++ compiler its paths without quotes: one with a space or a quote would be
+    torn. Then return None, the system's folder for temporary files.
+    """
+    return folder if shlex.quote(str(folder)) == str(folder) else None
 
 
 def _choose_machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
