@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from script import parse_flags, run
 
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.weight import WHOLE
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.calibration import Calibration
@@ -42,7 +42,7 @@ def save_random(model: str, layers: int, folder: Path) -> None:
         text["layer_types"] = text["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     config, tensors = load_config(folder), {}
-    for weight in family_of(config).weight_table(config, WHOLE):
+    for weight in find_family_of(config).weight_table(config, WHOLE):
         for stored in weight.stored:
             value = torch.ones(stored.shape)
             if len(stored.shape) > 1:

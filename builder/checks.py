@@ -13,7 +13,7 @@ def in_range(least: int, value: int, most: int, flag: str) -> int:
     return value
 
 
-def one_of(value: str, choices: Collection[str], flag: str) -> str:
+def check_one_of(value: str, choices: Collection[str], flag: str) -> str:
     """Return the value; raise UsageError, which names the flag, if it is none of the choices."""
     if value not in choices:
         raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")

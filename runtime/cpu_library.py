@@ -28,7 +28,7 @@ def find_library() -> Path | None:
     return path if path.is_file() else None
 
 
-def library_for(layout: str, engine: Path) -> Path:
+def find_library_for(layout: str, engine: Path) -> Path:
     """Return the library for an engine whose weights are packed in this layout.
 
     The first call says whether the library was never tried on this system. Raises EngineError for

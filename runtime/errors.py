@@ -25,7 +25,7 @@ import contextlib
 from collections.abc import Iterator
 
 
-def first_line(error: BaseException) -> str:
+def take_first_line(error: BaseException) -> str:
     """Return the first line of an error's message; the type's name if the message is empty."""
     line = str(error).partition("\n")[0] or type(error).__name__
     return line.encode("utf-8", "backslashreplace").decode()
@@ -110,7 +110,7 @@ class MissingDependencyError(EngineError):
 
 
 @contextlib.contextmanager
-def needing(what: str, extras: str) -> Iterator[None]:
+def advise_needing(what: str, extras: str) -> Iterator[None]:
     """Turn an ImportError in the block into advice to install extras; what: `the flag needs`."""
     try:
         yield

@@ -192,7 +192,7 @@ def long_contexts() -> str:
 
 def model_sizes() -> str:
     """Return the table in docs/models.md of every published model's parameters and stored bytes."""
-    from mtpbuild.builder.models import family_of, load_config
+    from mtpbuild.builder.models import find_family_of, load_config
     from mtpbuild.builder.plan.recipe import load_recipes
 
     rows = []
@@ -209,7 +209,7 @@ def model_sizes() -> str:
         counts = (main, main - round(experts * (1 - used)))
         sizes = (f"{count / 1e9:,.3f}" for count in counts)
         stored = gigabytes(plan["checkpoint_bytes"])
-        family = family_of(config).name.removesuffix("ForCausalLM")
+        family = find_family_of(config).name.removesuffix("ForCausalLM")
         rows.append((f"`{recipe.name}`", family, *sizes, stored, recipe.layout))
     head = ("recipe", "class", "main model", "active", "stored", "format")
     return table(head, sorted(rows))

@@ -17,7 +17,7 @@ from mtpbuild.builder.forecast.weights import (
     sum_portions,
 )
 from mtpbuild.builder.formats import Entry
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, Stored
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.placed import Shard, split, write_index
@@ -26,7 +26,7 @@ from mtpbuild.runtime.ranks import ALONE
 
 def stored(layout: CheckpointLayout) -> dict[str, Entry]:
     """Return every tensor of the repository, including the copies in MTP layers."""
-    family, config = family_of(layout.config), layout.config
+    family, config = find_family_of(layout.config), layout.config
     table = family.weight_table(config, WHOLE)
     sources = {s.name: s for weight in table for s in weight.stored}
     if layout.repeated:

@@ -11,11 +11,11 @@ import torch
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import make_programs
@@ -37,7 +37,7 @@ def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
     """Return the model with the weights that an engine for a GPU has."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
-    model = family_of(config).make_model(config, ALONE)
+    model = find_family_of(config).make_model(config, ALONE)
     set_dtype(model, FLOATS[dtype], for_gpu=True)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = join_slices(convert_weights(checkpoint, checkpoint.check(config)))
@@ -59,7 +59,7 @@ class Eager:
         self.prefill_program, self.step_program, _ = make_programs(plan, model)
         self.state = {
             s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device=device)
-            for s in state_specs(plan)
+            for s in make_state_specs(plan)
         }
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from mtpbuild.plugins.kv_write.triton import kv_launch
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_triton
 from mtpbuild.plugins.moe.triton import moe_triton
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, list_control_shapes
 from on_gpu.kernels import Experts
 from on_gpu.machine import COLD, Machine, Row, difference, microseconds, repeats
 from on_gpu.random_model import fill_scaled
@@ -171,7 +171,7 @@ def sampled(B: int, T: int, V: int) -> tuple[Any, ...]:
     logits = 2 * torch.randn(B, T, V)
     window = torch.cat([torch.zeros(B, 1, dtype=torch.int64), logits[:, :-1].argmax(-1)], dim=1)
     zero, no = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
-    shapes = control_shapes(T - 1, 2 * T)
+    shapes = list_control_shapes(T - 1, 2 * T)
     rows = SAMPLED.rows({c.name: (shapes[c.name], c.dtype) for c in CORE_CONTROLS})
     asked = {name: torch.from_numpy(row).expand(B, *row.shape).contiguous() for name, row in rows}
     drafts = logits[:, : T - 1].softmax(-1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import count_distinct_experts
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.collectives import gather_best
@@ -244,7 +244,7 @@ class Parts:
         last: only the last token goes through the experts.
         """
         c, nbytes, operations = self.model.config, 0.0, 0.0
-        family = family_of(c)
+        family = find_family_of(c)
         costs, width = (
             family.costs(c, self.model.ranks),
             family.cache_widths(c, self.model.ranks)[0],

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
@@ -80,7 +80,7 @@ class Bench:
     def _fill(self) -> State:
         """Make caches of random rows, `context` of them committed, and a window full of drafts."""
         made: State = {}
-        for spec in state_specs(self.plan(self.most)):
+        for spec in make_state_specs(self.plan(self.most)):
             dtype = getattr(torch, spec.dtype)
             tensor = torch.zeros(spec.shape, dtype=dtype, device=self.machine.device)
             made[spec.name] = tensor.normal_() if spec.role == "rows" else tensor
@@ -92,7 +92,7 @@ class Bench:
 
     def state(self, nextn: int) -> State:
         """Copy the state for steps with `nextn` drafts."""
-        kept = {spec.name: self._state[spec.name] for spec in state_specs(self.plan(nextn))}
+        kept = {spec.name: self._state[spec.name] for spec in make_state_specs(self.plan(nextn))}
         kept["window"] = kept["window"][:, : nextn + 1]
         kept["num_drafts"] = kept["num_drafts"].clamp(max=nextn)
         if nextn:

@@ -14,7 +14,7 @@ from pathlib import Path
 from mtpbuild.builder.forecast.cpu import make_engine_model
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, find_weight_of
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.weights.placed import read_places
@@ -54,7 +54,7 @@ class Counted:
 
     @property
     def costs(self) -> Costs:
-        return family_of(self.config).costs(self.config, ALONE)
+        return find_family_of(self.config).costs(self.config, ALONE)
 
     def share(self, tokens: int) -> float:
         """Return the share of routed experts that at least one of the tokens chooses."""
@@ -109,7 +109,7 @@ class Counted:
             if tied or not name.startswith("token_embd.")
         )
         read += batch * THEIR_STATES * self.model.state_bytes
-        widths = family_of(self.config).cache_widths(self.config, ALONE)
+        widths = find_family_of(self.config).cache_widths(self.config, ALONE)
         row = sum(widths[: self.config.num_hidden_layers]) * FP16
         products, attention = self.operations(0, context, tokens)
         return Cost(read + batch * context * row, products, attention)
@@ -132,7 +132,7 @@ def draft_passes(manifest: Manifest) -> list[int]:
 
 def list_weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
     """Sum the bytes in the weights file by their use in a step."""
-    table = family_of(config).weight_table(config, WHOLE)
+    table = find_family_of(config).weight_table(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
     for name, place in read_places(engine / WEIGHTS).items():

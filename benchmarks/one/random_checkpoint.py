@@ -19,7 +19,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.quantize import quantization_config
 from mtpbuild.builder.formats import Entry, Format
 from mtpbuild.builder.formats.format import SIZES
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, Stored, Weight
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import format_by
@@ -50,7 +50,7 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
 
 
 def sources(config: ModelConfig) -> Iterator[Stored]:
-    for weight in family_of(config).weight_table(config, WHOLE):
+    for weight in find_family_of(config).weight_table(config, WHOLE):
         yield from weight.stored
 
 
@@ -64,7 +64,7 @@ def tensors(
     config: ModelConfig, found: dict[str, Stored], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the checkpoint, some rows at a time."""
-    table = family_of(config).weight_table(config, WHOLE)
+    table = find_family_of(config).weight_table(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))

@@ -20,7 +20,7 @@ def draw_speedups(report: Benchmark, path: Path) -> None:
     """Draw speedups and acceptance lengths against nextn."""
     rows = report.rows
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    note = pictures.machine_note(report.machine)
+    note = pictures.write_machine_note(report.machine)
     with pictures.draw_panels(path, note) as (figure, (left, right)):
         draw_speedup(left, rows, kinds)
         lengths = {
@@ -62,7 +62,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[NextnResult], kinds: Sequence[str]
 def draw_batches(reports: Sequence[Benchmark], path: Path) -> None:
     """Draw a line per nextn against the concurrency."""
     first, sizes = reports[0], [report.settings["concurrency"] for report in reports]
-    with pictures.draw_panels(path, pictures.machine_note(first.machine)) as (figure, both):
+    with pictures.draw_panels(path, pictures.write_machine_note(first.machine)) as (figure, both):
         for axes, (name, key) in zip(both, PANELS.items(), strict=True):
             lines = {
                 f"nextn {row.nextn}": [report.rows[i].overall[key] for report in reports]
@@ -78,7 +78,7 @@ def draw_batches(reports: Sequence[Benchmark], path: Path) -> None:
 
 def draw_steps(report: Benchmark, path: Path) -> None:
     """Draw how long steps took, and how often drafts were accepted at each position."""
-    note = pictures.machine_note(report.machine)
+    note = pictures.write_machine_note(report.machine)
     with pictures.draw_panels(path, note) as (figure, (left, right)):
         draw_times(left, report)
         draw_positions(right, report.rows)

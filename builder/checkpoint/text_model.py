@@ -20,7 +20,7 @@ def find_text_name(name: str) -> str | None:
     return f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
 
 
-def unstacked(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
+def unstack(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
     """Yield the name and the part of each expert's weight in a stack; nothing for other tensors."""
     if match := MLX_STACK.fullmatch(name):
         at, projection, heads, leaf = match.groups()

@@ -118,7 +118,7 @@ def build_engine(
             places = write_weights(weights, staged, folders, siblings)
 
         # 5. One graph per program: step program -> torch.export -> target.
-        with dumping(request, out):
+        with open_dump(request, out):
             programs = compile_programs(job, out, weights.model, places, staged, folders, stages)
         inexact = explain_inexact(job, out, programs, folders)
 
@@ -148,7 +148,7 @@ def calibrate_weights(job: Job, weights: "EngineWeights", stages: Stages) -> Non
     weights.model = calibrate_model(weights.model, *how)
 
 
-def dumping(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
+def open_dump(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
     """Return the context in which graphs are dumped, if the request asks for it."""
     from mtpbuild.builder.targets.passes import dump_to
 

@@ -22,7 +22,7 @@ from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name
 from mtpbuild.builder.gguf.folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.measure.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import load_config, refuse_class
-from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
+from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, Model, name_model, suggest_instead_of
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import format_size
@@ -255,7 +255,7 @@ def check_disk_and_memory(
             f"{place.resolve()} has {format_size(free)} free{smaller(plan, folder)}; --out "
             "names another place"
         )
-    states = (sum(map(size_of, state_specs(each))) for each in plans.values())
+    states = (sum(map(count_state_bytes, make_state_specs(each))) for each in plans.values())
     needed = round(MAPPED * engine) + max(states)
     if memory is not None and not plan.style.for_gpu and needed > memory:
         raise DownloadError(

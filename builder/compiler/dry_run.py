@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.compiler.job import prepare
-from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
+from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 
@@ -61,9 +61,9 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     exported = dict(zip(todo, graphs, strict=True))
     engines = []
     for out, plan in job.plans.items():
-        specs = state_specs(plan)
-        state = sum(map(size_of, specs))
-        caches = sum(size_of(s) for s in specs if s.role == "rows")
+        specs = make_state_specs(plan)
+        state = sum(map(count_state_bytes, specs))
+        caches = sum(count_state_bytes(s) for s in specs if s.role == "rows")
         found = exported.get(out, {})
         sizes = weights, held[out], state, caches
         engines.append(EngineForecast(out, plan, *sizes, found, out not in todo))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
 from mtpbuild.runtime.contract.drafters import find_drafter
@@ -89,7 +89,7 @@ def fingerprint(
         "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
-        "states": [spec.model_dump() for spec in state_specs(plan)],
+        "states": [spec.model_dump() for spec in make_state_specs(plan)],
         "sources": hash_of_code(*filter(None, modules)),
         "versions": {name: _find_version(name) for name in target.packages},
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.compiler.job import Job
 from mtpbuild.builder.engine.staged import StagedFolder
-from mtpbuild.builder.plan.plan import state_specs
+from mtpbuild.builder.plan.plan import make_state_specs
 from mtpbuild.runtime.contract.drafters import package_of_drafter
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -56,7 +56,7 @@ def write_manifests(
             },
             lookahead=plan.lookahead,
             programs=programs,
-            state=state_specs(plan),
+            state=make_state_specs(plan),
             files=describe_files(folder, staged.hashes(first) | staged.hashes(folder)),
             rank=rank,
         )

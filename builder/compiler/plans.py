@@ -11,7 +11,7 @@ from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.measure.host import measure_memory
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.modules import count_stored_modules
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import (
@@ -19,9 +19,9 @@ from mtpbuild.builder.plan.plan import (
     Nextn,
     Plan,
     choose_drafter,
+    count_state_bytes,
     in_order,
-    size_of,
-    state_specs,
+    make_state_specs,
 )
 from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -81,7 +81,7 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
         from mtpbuild.builder.weights.head import open_head
 
         modules = count_stored_modules(
-            family_of(config), config, open_head(source.mtp, config).tensors
+            find_family_of(config), config, open_head(source.mtp, config).tensors
         )
         config = load_config(source.folder, modules)
     if request.layers is None:
@@ -139,7 +139,7 @@ def find_longest_context(plan: Plan, limit: int, folder: Path) -> int:
     """Return the context that memory allows for the plan with the most drafts."""
 
     def state_bytes(context: int) -> int:
-        return sum(map(size_of, state_specs(replace(plan, max_seq_len=context))))
+        return sum(map(count_state_bytes, make_state_specs(replace(plan, max_seq_len=context))))
 
     return choose_context(limit, measure_memory(), count_weights_bytes(plan, folder), state_bytes)
 
@@ -190,7 +190,7 @@ def check_style(
     target: Target, request: BuildRequest, config: ModelConfig, style: GraphStyle
 ) -> None:
     """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
-    family = family_of(config)
+    family = find_family_of(config)
     if style.for_gpu and family.attention not in target.gpu_attention:
         can = list_target_names(lambda other: family.attention in other.gpu_attention)
         where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"

@@ -14,9 +14,9 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import hash_files, identity
 from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
-from mtpbuild.builder.formats import FORMATS, Format, entry_of
+from mtpbuild.builder.formats import FORMATS, Format, make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -74,7 +74,7 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
     weights = checkpoint.check(config).stored
-    for copy, original in family_of(config).duplicates(config).items():
+    for copy, original in find_family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
             weights.setdefault(copy, Stored(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
@@ -109,7 +109,7 @@ def encode_all(
         watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
             parts = {"": checkpoint.tensor(name)}
-            portion = done.portions[entry_of(parts[""]).dtype.lower()]
+            portion = done.portions[make_entry(parts[""]).dtype.lower()]
         else:
             portion = done.portions[format.name]
             pieces = add_losses(checkpoint.encoded(name), format, portion)

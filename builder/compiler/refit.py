@@ -125,7 +125,7 @@ def open_model(
 ) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
     whole, config = find_source(BuildRequest(model, mtp=mtp))
-    before = config_of(engine, old, mtp)
+    before = find_config_of(engine, old, mtp)
     wanted, found_modules = (c.num_nextn_predict_layers for c in (before, config))
     if old.build.nextn and found_modules < wanted:
         raise UsageError(
@@ -152,7 +152,7 @@ def open_model(
     return new
 
 
-def config_of(engine: Path, old: Manifest, mtp: Path | None) -> ModelConfig:
+def find_config_of(engine: Path, old: Manifest, mtp: Path | None) -> ModelConfig:
     """Return an engine's configuration, with the MTP modules that a build joined to its trunk."""
     config, held = load_config(engine), old.model.num_nextn_predict_layers
     joined = mtp is not None or config.num_nextn_predict_layers < held

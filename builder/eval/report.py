@@ -19,8 +19,8 @@ from mtpbuild.builder.show.pictures import (
     compute_error_bar_lengths,
     draw_panels,
     label_x,
-    machine_note,
     write_above,
+    write_machine_note,
 )
 from mtpbuild.builder.show.results import write_results
 from mtpbuild.builder.show.tables import make_figures_table, print_lines
@@ -54,13 +54,16 @@ def make_rows(graded: dict[str, list[GradedAnswer]]) -> list[SettingRow]:
     strict, *_ = graded.values()
     forms = statistics.list_kinds(g.answer for g in strict)
 
-    def of_form(answers: Sequence[GradedAnswer], form: str) -> list[GradedAnswer]:
+    def select_form(answers: Sequence[GradedAnswer], form: str) -> list[GradedAnswer]:
         return [g for g in answers if form in (ALL, g.answer.prompt.kind)]
 
     return [
         SettingRow(
             name,
-            {form: compute_figures(of_form(mine, form), of_form(strict, form)) for form in forms},
+            {
+                form: compute_figures(select_form(mine, form), select_form(strict, form))
+                for form in forms
+            },
         )
         for name, mine in graded.items()
     ]
@@ -216,7 +219,7 @@ def draw_evaluation(report: Evaluation, path: Path) -> None:
     rows, build = report.rows, report.manifest.build
     ratios = [row.speedup for row in rows]
     note = "95 % intervals; above the speedups: acceptance length"
-    with draw_panels(path, f"{note}; {machine_note(report.machine)}", 3) as (figure, drawn):
+    with draw_panels(path, f"{note}; {write_machine_note(report.machine)}", 3) as (figure, drawn):
         left, middle, right = drawn
         draw_points(left, estimate_accuracies(rows), COLOURS[0])
         left.set_ylabel(SHARE)

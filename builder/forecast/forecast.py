@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mtpbuild.builder.checks import one_of
+from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CostModel, StepLoad, StepPart
@@ -232,7 +232,7 @@ def resolve_request(
         if (value := getattr(request, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
     dtype = caches[0] if request.cache_dtype == "auto" else request.cache_dtype
-    one_of(dtype, caches, "--cache-dtype")
+    check_one_of(dtype, caches, "--cache-dtype")
     layout = find_layout(request.model, request.checkpoint)
     check_cache_rows(layout.config, dtype)
     usual = USUAL_NEXTN if layout.config.num_nextn_predict_layers else (0,)

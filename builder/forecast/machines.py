@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtpbuild.builder.checks import one_of
+from mtpbuild.builder.checks import check_one_of
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ UNKNOWN = GpuSpec("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 
 def find_gpu(name: str) -> GpuSpec:
-    return GPUS[one_of(name, GPUS, "--gpu")]
+    return GPUS[check_one_of(name, GPUS, "--gpu")]

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mtpbuild.builder.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, StepForecast
 from mtpbuild.builder.forecast.step import count_distinct_experts
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.show.pictures import COLOURS, draw_panels, label_x
 from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.targets import list_target_names
@@ -175,7 +175,7 @@ def _print_assumptions(f: Forecast) -> None:
     if request.measured is None and not f.is_published:
         note = "assumed to hold here: another model, machine or load has others; measure two nextn "
         print_lines(f"{note}and give --measured", style="yellow")
-    attention = family_of(f.model.config).attention
+    attention = find_family_of(f.model.config).attention
     if not list_target_names(lambda target: attention in target.gpu_attention):
         note = "targets for GPUs have no kernel for this model's attention yet: "
         print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")

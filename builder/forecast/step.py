@@ -12,7 +12,7 @@ from math import prod
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.forecast.machines import GpuSpec
 from mtpbuild.builder.forecast.weights import WeightClass
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.plan.plan import (
     DrafterName,
@@ -56,17 +56,17 @@ class CostModel:
 
     @property
     def costs(self) -> Costs:
-        return family_of(self.config).costs(self.config, self.ranks)
+        return find_family_of(self.config).costs(self.config, self.ranks)
 
     @property
     def widths(self) -> list[int]:
         """Return the cache's width C of each layer, then of each MTP module."""
-        return family_of(self.config).cache_widths(self.config, self.ranks)
+        return find_family_of(self.config).cache_widths(self.config, self.ranks)
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes of a request's recurrent states, which are always fp32."""
-        found = family_of(self.config).recurrent(self.config, self.ranks)
+        found = find_family_of(self.config).recurrent(self.config, self.ranks)
         return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in found)
 
     def drafter(self, nextn: int) -> DrafterName | None:
@@ -154,7 +154,7 @@ class CostModel:
     def count_row_bytes(self, width: int, cache: str) -> int:
         """Count the bytes of a cache row of `width` numbers."""
         if cache == "int8":
-            return count_int8_width(width, family_of(self.config).cache_sections(self.config))
+            return count_int8_width(width, find_family_of(self.config).cache_sections(self.config))
         return width * CACHE_BYTES[cache]
 
     def cache_bytes(self, nextn: int, cache: str) -> int:

@@ -14,7 +14,7 @@ from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import NAMES, SIZES
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
@@ -106,7 +106,7 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
         config,
         lambda stored: opened.format(stored.name),
         lambda stored: opened.tensors[stored.name].dtype,
-        repeated=any(name in opened.tensors for name in family_of(config).duplicates(config)),
+        repeated=any(name in opened.tensors for name in find_family_of(config).duplicates(config)),
     )
 
 
@@ -206,7 +206,7 @@ def compute_fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> flo
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     """Find a tensor's class, and whether it belongs to an MTP module."""
-    family = family_of(config)
+    family = find_family_of(config)
     place = family.place(config, name)
     if place is None:
         tied = config.tie_word_embeddings
@@ -221,7 +221,7 @@ def sum_portions(
 ) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
     config, by_key = layout.config, {(weights.name, weights.module): weights for weights in found}
-    originals = family_of(config).duplicates(config).values() if layout.repeated else ()
+    originals = find_family_of(config).duplicates(config).values() if layout.repeated else ()
     parts = {
         MAIN: [weights for weights in found if not weights.module],
         MODULES: [weights for weights in found if weights.module],

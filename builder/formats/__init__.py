@@ -18,7 +18,7 @@ from mtpbuild.builder.formats.format import DTYPES as DTYPES
 from mtpbuild.builder.formats.format import Entry as Entry
 from mtpbuild.builder.formats.format import Format as Format
 from mtpbuild.builder.formats.format import Shape as Shape
-from mtpbuild.builder.formats.format import entry_of as entry_of
+from mtpbuild.builder.formats.format import make_entry as make_entry
 from mtpbuild.builder.formats.format import refuse_too_large as refuse_too_large
 
 Settings = Mapping[str, Any]
@@ -61,7 +61,7 @@ def find_stored_format(
     return next((format for format in made if format is not None), None)
 
 
-def own_name(name: str) -> str:
+def name_own(name: str) -> str:
     """Return the name that a checkpoint's tensor has here: `X.weight`, with a part's suffix."""
     ending = f".{name.rpartition('.')[2]}"
     return name.removesuffix(ending) + _NAMES.get(ending, ending)

@@ -53,7 +53,7 @@ class Entry:
         return dtype
 
 
-def entry_of(tensor: Tensor) -> Entry:
+def make_entry(tensor: Tensor) -> Entry:
     return Entry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
 

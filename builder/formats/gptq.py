@@ -205,7 +205,7 @@ def infer_format(
     """
     weight, none = entries[name], Entry("F16", ())
     scales, zeros = (entries.get(f"{name}{suffix}", none) for suffix in (SCALES, ZEROS))
-    own = settings_of(name, settings)
+    own = find_settings_of(name, settings)
     bits, group = own.get("bits", own.get("w_bit")), find_group_size(own)
     if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
         found = WORD * zeros.shape[1] / scales.shape[1]
@@ -251,7 +251,7 @@ def read_settings_by_module(
     return {name: rule or {} for name, rule in named if isinstance(rule or {}, dict)}
 
 
-def settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a weight's module."""
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
@@ -285,17 +285,17 @@ def find_gptq_version(settings: Mapping[str, Any]) -> int | None:
     if method == "auto-round" and "awq" not in packing:
         return 1 if "gptq" in packing and "gptqmodel" not in packing else 2
     if method == "gptq":
-        return 2 if layout_of(settings) == "gptq_v2" else 1
+        return 2 if name_layout(settings) == "gptq_v2" else 1
     return None
 
 
-def layout_of(settings: Mapping[str, Any]) -> str:
+def name_layout(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
 
 
 def find_unread_gptq(settings: Mapping[str, Any]) -> str | None:
     """Return the first setting of this method that is not read; None if all are."""
-    layout = "marlin" if settings.get("is_marlin_format") else layout_of(settings)
+    layout = "marlin" if settings.get("is_marlin_format") else name_layout(settings)
     if layout not in ("gptq", "gptq_v2"):
         return f"gptq in the layout {layout}"
     bits = settings.get("bits", BITS)

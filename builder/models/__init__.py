@@ -61,12 +61,12 @@ def refuse_class(path: Path) -> None:
     A missing or damaged file passes: `load_config` reports it.
     """
     if raw := read_object(path):
-        with naming(path):
+        with name_file(path):
             find_family(raw)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file(path: Path) -> Iterator[None]:
     """Begin the message of a CheckpointError with the name of a file."""
     try:
         yield
@@ -74,7 +74,7 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def family_of(config: ModelConfig) -> Family:
+def find_family_of(config: ModelConfig) -> Family:
     """Return the family to which a configuration belongs."""
     kind: type = type(config)
     return _find_family_by_type(kind)
@@ -93,7 +93,7 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
     path = folder / "config.json"
     try:
         raw = read_json(path)
-        with naming(path):
+        with name_file(path):
             if not isinstance(raw, dict):
                 raise CheckpointError("expected a JSON object")
             family = find_family(raw)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from mtpbuild.builder.formats import FORMATS
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, join_numbers
 
@@ -28,7 +28,7 @@ def check_ranks(
 
 def _find_obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
     """Describe the first size that does not split into its parts; "" if all do."""
-    for split in family_of(config).split_sizes(config, ranks):
+    for split in find_family_of(config).split_sizes(config, ranks):
         format = FORMATS.get(formats.get(split.weights, "")) if split.parts > 1 else None
         block = 1 if format is None else format.block  # a split must not cut blocks
         if split.size % (block * split.parts):

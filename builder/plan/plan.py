@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
@@ -156,10 +156,10 @@ def count_modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
-def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
+def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Return the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
-    family, L = family_of(c), c.num_hidden_layers
+    family, L = find_family_of(c), c.num_hidden_layers
     owners = [(name_layer_rows(i), f"layers.{i}") for i in range(L)]
     owners += [
         (name_module_rows(j), f"mtp.{j}") for j in range(count_modules_in_use(plan.drafter, K))
@@ -188,7 +188,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
 
 def check_cache_rows(config: ModelConfig, dtype: str) -> None:
     """Raise UsageError for int8 caches of a model whose rows can't be int8."""
-    family = family_of(config)
+    family = find_family_of(config)
     if dtype == "int8" and not family.cache_sections(config):
         raise UsageError(
             f"--cache-dtype int8: {family.name} has cache rows that can't be int8: use bfloat16"
@@ -232,6 +232,6 @@ def make_drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSp
     return states
 
 
-def size_of(spec: StateSpec) -> int:
+def count_state_bytes(spec: StateSpec) -> int:
     """Return the bytes of a state tensor."""
     return ITEM_BYTES[spec.dtype] * prod(spec.shape)

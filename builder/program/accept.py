@@ -51,7 +51,7 @@ class Acceptance:
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         """Decide which of the window's tokens are emitted; logits [B, T, V], active [B] bool."""
-        *slots, thinking = slots_of(state, active)
+        *slots, thinking = list_slot_operands(state, active)
         tokens, n, lengths, logprobs, margins = accept_rewind(logits, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
@@ -75,7 +75,7 @@ class RanksAcceptance(Acceptance):
     """
 
     def verify(self, model: CausalLM, hidden: Tensor, state: State, active: Tensor) -> Verdict:
-        *slots, thinking = slots_of(state, active)
+        *slots, thinking = list_slot_operands(state, active)
         best = model.logits(hidden, gather_best)
         tokens, n, lengths, logprobs, margins = accept_best(best, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
@@ -114,7 +114,7 @@ class MixedAcceptance(Acceptance):
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
         probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
-        slots, history = slots_of(state, active), state.get(HISTORY)
+        slots, history = list_slot_operands(state, active), state.get(HISTORY)
         operands = (*slots, probs, self.controls, history, self.grammar)
         verdict = accept_mixed(logits, *operands, self.rules)
         self.lengths = verdict.lengths
@@ -169,7 +169,7 @@ class KernelAcceptance(MixedAcceptance):
         controls = self.core()
         if self.rules and "draft_probs" in state:
             controls["synthetic"] = self.ruled(logits, state, probs)
-        operands = (logits, *slots_of(state, active), probs, list_controls(controls))
+        operands = (logits, *list_slot_operands(state, active), probs, list_controls(controls))
         tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
         every = logits.log_softmax(-1)
         top = every.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
@@ -207,7 +207,9 @@ class KernelAcceptance(MixedAcceptance):
         return rates
 
 
-def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def list_slot_operands(
+    state: State, active: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the per-slot operands of acceptance, in the order of the ops."""
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 

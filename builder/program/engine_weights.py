@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.formats import entry_of
+from mtpbuild.builder.formats import make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
 from mtpbuild.builder.models.common.weight import Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, count_words
@@ -56,7 +56,7 @@ class EngineWeights:
         elif done is None or not shared(done.sha256):
             table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
-            entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
+            entries = {name: make_entry(parameters[name]) for w in table for name in w.tensors}
             tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
             tensors = self._report_tensors(
                 tensors, sum(prod(each.shape) for each in entries.values())

@@ -16,7 +16,7 @@ from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.formats import FORMATS, Format
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import Family, ModelConfig, family_of
+from mtpbuild.builder.models import Family, ModelConfig, find_family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
@@ -57,7 +57,7 @@ class OpenedModel:
 
     @property
     def family(self) -> Family:
-        return family_of(self.config)
+        return find_family_of(self.config)
 
     def quantised(self) -> Iterator[tuple[Format, Format | None]]:
         """Yield the formats of each quantised weight, in the checkpoint and in the engine."""
@@ -159,7 +159,7 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
-    family, share = family_of(table.config), Share(table.ranks)
+    family, share = find_family_of(table.config), Share(table.ranks)
     with torch.device(device):
         model = family.make_model(table.config, table.ranks)
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)

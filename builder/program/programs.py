@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan.plan import Plan, make_drafter_states, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_drafter_states, make_state_specs
 from mtpbuild.builder.program.accept import (
     MIXED_OUTPUTS,
     OUTPUTS,
@@ -29,7 +29,7 @@ from mtpbuild.runtime.contract.controls import (
     CORE_CONTROLS,
     HISTORY,
     Control,
-    control_shapes,
+    list_control_shapes,
 )
 from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.contract.programs import (
@@ -96,7 +96,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """
     style = plan.style
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
-    state = tuple(spec.name for spec in state_specs(plan))
+    state = tuple(spec.name for spec in make_state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     steps = (_make_step_programs(plan, model, state, nextn, B) for nextn in counts)
     return *_prefill(plan, model, state), *chain.from_iterable(steps)
@@ -147,7 +147,7 @@ def _make_step_programs(
 
 def _make_example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Return example values [B, ..] of the controls in the table, in its order."""
-    shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
+    shapes = list_control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 

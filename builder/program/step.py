@@ -42,7 +42,7 @@ class StepProgram(nn.Module):
         self.results: tuple[str, ...] = ()  # outputs besides those of the acceptance
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
-        """Run a greedy step; state: the tensors of `state_specs`, active [B] bool.
+        """Run a greedy step; state: the tensors of `make_state_specs`, active [B] bool.
 
         Returns the new state and the outputs, by their names.
         """

@@ -8,7 +8,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, find_most_tokens
 from mtpbuild.plugins import NODE_FACETS
 from mtpbuild.plugins.definition import keep
@@ -54,7 +54,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
     slots = {0: batch} if program.batch > 1 and not plan.style.fixed else {}
     state, state_dims = {}, {}
-    for spec in (s for s in state_specs(plan) if s.name in program.state):
+    for spec in (s for s in make_state_specs(plan) if s.name in program.state):
         sizes, state_dims[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
         if "rows" in sizes and not program.whole:
             sizes["rows"] = least  # an example: caches at full capacity would take much memory

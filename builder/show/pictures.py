@@ -48,7 +48,7 @@ def draw_panels(
     figure.savefig(path, dpi=160)
 
 
-def machine_note(machine: Mapping[str, Any]) -> str:
+def write_machine_note(machine: Mapping[str, Any]) -> str:
     """Return the small print that names the machine that was measured, and the command."""
     return f"{machine['cpu']}, {machine['cores']} cores; {machine['command']}"
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import needs, one_of
+from mtpbuild.builder.checks import check_one_of, needs
 from mtpbuild.builder.graph.pipelines import INDUCTOR, INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
@@ -56,7 +56,7 @@ class Inductor(Target):
             ("--dtype", options.dtype, DTYPES),
             ("--allreduce-strategy", options.allreduce_strategy, STRATEGIES),
         ):
-            one_of(value, known, name)
+            check_one_of(value, known, name)
         check_capability(options)
         if options.allreduce_strategy != STRATEGIES[0] and (
             options.device != "cuda" or not 1 < request.ranks.tp <= RANKS
@@ -109,9 +109,9 @@ class Inductor(Target):
         )
 
     def compiling(self) -> AbstractContextManager[None]:
-        from mtpbuild.builder.targets.lower_inductor import shared_kernels
+        from mtpbuild.builder.targets.lower_inductor import share_kernels
 
-        return shared_kernels()
+        return share_kernels()
 
 
 def describe_this_gpu() -> "Gpu":

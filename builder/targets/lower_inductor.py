@@ -130,7 +130,7 @@ def crosses(plan: Plan) -> bool:
 
 
 @contextlib.contextmanager
-def shared_kernels() -> Iterator[None]:
+def share_kernels() -> Iterator[None]:
     """Let the programs of an engine share compiled Triton kernels, in a temporary folder.
 
     The folder is Triton's cache. If TRITON_CACHE_DIR is set, that folder is used and kept.

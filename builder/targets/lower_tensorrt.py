@@ -27,7 +27,12 @@ from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install, first_line
+from mtpbuild.runtime.errors import (
+    BuildError,
+    MissingDependencyError,
+    advise_install,
+    take_first_line,
+)
 from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
 
 NAME = "tensorrt"
@@ -157,7 +162,7 @@ def compile_program(
         try:
             interpreter = convert(traced, values)
         except ContractError as error:
-            reason = first_line(error)  # later lines give the location in the graph
+            reason = take_first_line(error)  # later lines give the location in the graph
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan

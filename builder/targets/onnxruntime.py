@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mtpbuild.builder.checks import one_of
+from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
@@ -43,7 +43,7 @@ class OnnxRuntime(Target):
     may_be_exact = True
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
-        dtype = one_of(options.cache_dtype, CACHES, "--cache-dtype")
+        dtype = check_one_of(options.cache_dtype, CACHES, "--cache-dtype")
         if options.portable and dtype != "float32":
             raise UsageError(
                 f"--cache-dtype {dtype}: a graph of standard operators is in fp32: leave out "

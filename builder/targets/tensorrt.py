@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import one_of
+from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.target import Target
@@ -48,7 +48,7 @@ class TensorRt(Target):
     ranks_share_programs = False  # a network is built with its rank's weights, even if stripped
 
     def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
-        one_of(str(options.dtype), DTYPES, "--dtype")
+        check_one_of(str(options.dtype), DTYPES, "--dtype")
 
     def compute_capabilities(
         self, request: "BuildRequest", options: TensorRtOptions
@@ -96,7 +96,7 @@ class TensorRt(Target):
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Raise BuildError if the engine would not fit into the memory of this GPU."""
-        from mtpbuild.builder.plan.plan import size_of, state_specs
+        from mtpbuild.builder.plan.plan import count_state_bytes, make_state_specs
         from mtpbuild.runtime.gpu.cuda import Device
 
         try:
@@ -104,7 +104,7 @@ class TensorRt(Target):
         except MtpbuildError:
             return  # `lacks` reports it
         weights = self.held_bytes(model, plan.options)
-        state = sum(map(size_of, state_specs(plan)))
+        state = sum(map(count_state_bytes, make_state_specs(plan)))
         if weights + state > free:
             raise BuildError(
                 f"target {self.name}: an engine's programs hold {weights / 1e9:.2f} GB of weights "

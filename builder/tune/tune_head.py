@@ -27,7 +27,7 @@ from mtpbuild.builder.flags import TuneFlags
 from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.measure.host import find_disk, measure_memory
 from mtpbuild.builder.measure.prompts import add_seed, check_room
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.show.tables import format_size
@@ -191,13 +191,13 @@ def refuse_answer(line: InputLine, number: int) -> InputLine:
 def check_model(config: ModelConfig, how: Training) -> None:
     """Say how much memory the training takes; raise UsageError if the machine has less."""
     with torch.device("meta"):
-        plain = family_of(config).reference(config)
+        plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)
     chosen = any(hasattr(part, "chooser") for part in plain.module(1).modules())
     if how.eagle and chosen:
         raise UsageError(
-            f"{family_of(config).name}: its module chooses the rows that it attends to, so it is "
-            "trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
+            f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
+            "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
         )
     needed, there = how.memory(plain), measure_memory()
     if there is not None and needed > there:

@@ -50,11 +50,11 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
     seen = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
 
-    def surprise(prefix: Prefix) -> float:
+    def compute_surprise(prefix: Prefix) -> float:
         expected = likely[prefix] * count
         return (seen[prefix] - expected) ** 2 / expected
 
-    worst = max(likely, key=surprise)
+    worst = max(likely, key=compute_surprise)
     return ChiSquareFit(statistic, len(groups) - 1, (worst, seen[worst], likely[worst] * count))
 
 

@@ -14,7 +14,7 @@ from mtpbuild.builder.measure.compare import (
     find_largest_without_jumps,
 )
 from mtpbuild.builder.measure.runs import TimedAnswer
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.requantised import requantise
@@ -31,7 +31,7 @@ def load_plain(
     config = load_config(folder)
     if layers is not None:
         config = layers.of(config)
-    stored, family = open_slice(folder, layers), family_of(config)
+    stored, family = open_slice(folder, layers), find_family_of(config)
     config = stored.settle(config)
     table, checkpoint = stored.check(config), stored
     if scheme is not None and scheme != IN_FLOATS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.modules import is_module
 from mtpbuild.runtime.requests.request import Result, TokenLogprobs
@@ -94,7 +94,7 @@ def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: 
 
 def with_modules_of(model: PlainLM, other: PlainLM) -> PlainLM:
     """Give a model the MTP modules of another one; return it."""
-    family, state = family_of(model.config), model.state_dict()
+    family, state = find_family_of(model.config), model.state_dict()
     theirs = other.state_dict()
     state |= {name: theirs[name] for name in state if is_module(family, model.config, name)}
     model.load_state_dict(state, assign=True)

@@ -14,8 +14,8 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_quantisation
 from mtpbuild.builder.checkpoint.shards import Index, find_shards
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checkpoint.text_model import find_text_name, unstacked
-from mtpbuild.builder.formats import Format, own_name
+from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
+from mtpbuild.builder.formats import Format, name_own
 from mtpbuild.builder.gguf.container import find_own_path
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.models import load_config
@@ -118,10 +118,10 @@ def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
     name = find_text_name(entry.name)
     if name is None:
         return {}
-    name = own_name(name)
+    name = name_own(name)
     experts = {
         own: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
-        for own, part in unstacked(name, entry.shape)
+        for own, part in unstack(name, entry.shape)
     }
     return experts or {name: entry}
 

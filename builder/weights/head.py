@@ -8,7 +8,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, find_shards
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -52,7 +52,7 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     Their number formats are their own: the settings are those of a config.json beside them. Raises
     CheckpointError if there are none, or if they are another model's.
     """
-    files, family = find_head_files(place), family_of(config)
+    files, family = find_head_files(place), find_family_of(config)
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
@@ -102,7 +102,7 @@ def refuse_other_model(
 
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint with the modules of other files in place of its own."""
-    head, family = open_head(place, config), family_of(config)
+    head, family = open_head(place, config), find_family_of(config)
     own = {
         name: entry
         for name, entry in checkpoint.tensors.items()

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from mtpbuild.builder.checks import one_of
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.checks import check_one_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
@@ -101,7 +101,7 @@ class Scheme:
         """Return the list of excluded modules as ModelOpt writes it."""
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp is None:
-            family, count = family_of(config), config.num_nextn_predict_layers
+            family, count = find_family_of(config), config.num_nextn_predict_layers
             names += [f"{family.name_module(config, j)}*" for j in range(count)]
         return names
 
@@ -113,7 +113,7 @@ class Scheme:
 
 def find_weight_role(config: ModelConfig, name: str) -> str:
     """Return a weight's role in `Scheme.rules`; "" if it is never quantised."""
-    family = family_of(config)
+    family = find_family_of(config)
     layer = family.may_be_quantised(config, name)
     if layer is not None:
         return "main" if layer < config.num_hidden_layers else "mtp"
@@ -124,7 +124,7 @@ def find_weight_role(config: ModelConfig, name: str) -> str:
 
 def find_module_of(config: ModelConfig, name: str) -> str:
     """Return the name of a weight's module, with MTP modules as layers after the trunk's."""
-    place = family_of(config).place(config, name)
+    place = find_family_of(config).place(config, name)
     name = name if place is None else f"model.layers.{place[0]}.{place[1]}"
     return name.removesuffix(".weight")
 
@@ -204,7 +204,7 @@ def add_calibration(scheme: AnyScheme, own: bool, text: Path | None) -> AnySchem
 
 def parse_format(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
     """Return the format that a flag names; None for bf16 and none. Raises UsageError."""
-    one_of(value, choices, flag)
+    check_one_of(value, choices, flag)
     return None if value in (UNQUANTISED, AS_STORED) else value
 
 

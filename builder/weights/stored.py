@@ -25,7 +25,7 @@ from mtpbuild.builder.formats import (
 )
 from mtpbuild.builder.gguf.folder import explain_joining
 from mtpbuild.builder.lazy_torch import torch
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.models.modules import (
@@ -220,7 +220,7 @@ class Checkpoint:
         config: the result of `settle`. Raises CheckpointError, which names the first missing,
         left-over or wrong-shaped tensor.
         """
-        table, copies = make_family_table(config, ranks), family_of(config).duplicates(config)
+        table, copies = make_family_table(config, ranks), find_family_of(config).duplicates(config)
         wanted = table.stored
         self._refuse(set(wanted) - set(self.tensors), "missing tensor")
         known = set(wanted) | set(copies)
@@ -244,7 +244,7 @@ class Checkpoint:
 
     def settle_modules(self, config: Config, drafts: bool | None = None) -> Config:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
-        family = family_of(config)
+        family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
         if drafts:
             refuse_stripped(self.folder, family, config, stored_count, explain_joining(self.folder))
@@ -259,7 +259,7 @@ class Checkpoint:
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
-        family, first = family_of(config), config.num_hidden_layers
+        family, first = find_family_of(config), config.num_hidden_layers
         counts = range(
             config.num_nextn_predict_layers, count_sure_modules(family, config, self.tensors)
         )
@@ -271,7 +271,7 @@ class Checkpoint:
 
     def _find_fault_of_modules(self, config: ModelConfig) -> str | None:
         """Say what is wrong with the modules' tensors; None if nothing is."""
-        family, stored = family_of(config), make_family_table(config).stored
+        family, stored = find_family_of(config), make_family_table(config).stored
         wanted = [each for name, each in stored.items() if is_module(family, config, name)]
         where = replace(self, folder=min(self.joined).parent) if self.joined else self
         try:
@@ -288,7 +288,7 @@ class Checkpoint:
     def _find_own_copies(self, config: Config) -> Config:
         """Return the configuration with `own_embeddings` and `own_heads` by the tensors."""
         embeddings, heads = list[int](), list[int]()
-        for copy in family_of(config).copies(config):
+        for copy in find_family_of(config).copies(config):
             both = {copy.name, copy.original} <= self.tensors.keys()
             if not both or self._compare_weights(copy.name, copy.original):
                 continue

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.rope import compute_rope_tables
@@ -56,7 +56,7 @@ class StreamedModel:
     ) -> None:
         self.checkpoint, self.config = checkpoint, replace(config, draft_ids=())
         self.batches = batches
-        self.family = family_of(config)
+        self.family = find_family_of(config)
         with torch.device("meta"):
             plain = self.family.reference(self.config)
         if not isinstance(plain, PlainCausalLM) or _shares_choices(plain):

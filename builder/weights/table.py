@@ -11,7 +11,7 @@ from typing import TypeAlias
 from mtpbuild.builder.formats import FORMATS, Format
 from mtpbuild.builder.formats.integers import INT8, Integers, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, find_modules_like_routed, with_shared
 from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
 from mtpbuild.builder.weights.scheme import find_weight_role
@@ -41,7 +41,7 @@ class WeightTable:
         if self.ranks == ALONE:
             return [*self.weights]
         held = {weight.name: weight for weight in self.weights}
-        table = family_of(self.config).weight_table(self.config, Share(self.ranks, rank))
+        table = find_family_of(self.config).weight_table(self.config, Share(self.ranks, rank))
         return [
             replace(weight, format=held[weight.name].format, layout=held[weight.name].layout)
             for weight in with_shared(table, self.joined)
@@ -76,7 +76,7 @@ class WeightTable:
 def make_family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
     """Return a family's weights as floats, with the experts of all ranks."""
     share = Share(Ranks(attention_dp=ranks.attention_dp))
-    return WeightTable(config, ranks, tuple(family_of(config).weight_table(config, share)))
+    return WeightTable(config, ranks, tuple(find_family_of(config).weight_table(config, share)))
 
 
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:

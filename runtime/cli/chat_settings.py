@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams, http_settings
+from mtpbuild.runtime.sampling.params import SETTINGS, SamplingParams, list_http_settings
 
 UNSEEN = ("logprobs", "prompt_logprobs", "cache_salt")  # settings that a chat doesn't show
 
@@ -31,7 +31,7 @@ def change_setting(
 def list_settable_names() -> list[str]:
     """Return the names of the settings that an answer in the terminal can have."""
     own = [name for name, each in SETTINGS.items() if each.http or each.help]
-    return [name for name in dict.fromkeys([*own, *http_settings()]) if name not in UNSEEN]
+    return [name for name in dict.fromkeys([*own, *list_http_settings()]) if name not in UNSEEN]
 
 
 def read_value_of(params: SamplingParams, name: str) -> Any:

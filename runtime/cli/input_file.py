@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.manifest import describe_first_error
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.requests.request import Observer, Result
-from mtpbuild.runtime.sampling.params import SamplingParams, http_settings, to_params_fields
+from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings, to_params_fields
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class InputLine(PromptLine):
         lengths = {name: raw[name] for name in LENGTHS if raw.get(name) is not None}
         if len(lengths) > 1:
             raise ValueError(f"{' and '.join(lengths)} are the same: give one")
-        settings = {name: value for name, value in raw.items() if name in http_settings()}
+        settings = {name: value for name, value in raw.items() if name in list_http_settings()}
         rest = {n: v for n, v in raw.items() if n not in (*settings, *LENGTHS)}
         most = next(iter(lengths.values()), None)
         return rest | {"output_tokens": most, "settings": settings}

@@ -18,7 +18,7 @@ from mtpbuild.runtime.configuration.settings import (
     join,
     shorten,
 )
-from mtpbuild.runtime.errors import UsageError, needing
+from mtpbuild.runtime.errors import UsageError, advise_needing
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
 SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
@@ -57,7 +57,7 @@ def _read_json(text: str, where: str) -> object:
 
 def _read_yaml(path: Path, where: str) -> object:
     """Read a YAML file of plain values; refuse duplicate keys in its two upper levels."""
-    with needing(f"{where}: needs", "yaml"):
+    with advise_needing(f"{where}: needs", "yaml"):
         import yaml
     try:
         text = path.read_text(encoding="utf-8")

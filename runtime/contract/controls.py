@@ -157,7 +157,7 @@ CONSTRAINTS: tuple[Control, ...] = (
 )
 
 
-def control_shapes(
+def list_control_shapes(
     nextn: int, positions: int = 0, vocabulary: int = 0, table: Iterable[Control] = CONTROLS
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of one slot's row for each control, in an engine for `nextn` drafts."""

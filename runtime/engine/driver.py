@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Shared
 from mtpbuild.runtime.engine.loop import Loop, step_failure
-from mtpbuild.runtime.errors import EngineError, first_line
+from mtpbuild.runtime.errors import EngineError, take_first_line
 from mtpbuild.runtime.requests.request import Request
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Driver:
         except BaseException as error:
             log.critical("the thread that steps has ended", exc_info=error)
             with self._turn:
-                self._failure = f"the thread that steps has ended: {first_line(error)}"
+                self._failure = f"the thread that steps has ended: {take_first_line(error)}"
                 self._turn.wait_for(lambda: self._stepper is None)
                 self._loop.fail(EngineError(self._failure))
                 self._tell_asyncio()

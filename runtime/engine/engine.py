@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from mtpbuild.runtime.engine.loaded import Chat, LoadedEngine, Prompt
 from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatStream, Stream
-from mtpbuild.runtime.errors import EngineError, RequestError, needing
+from mtpbuild.runtime.errors import EngineError, RequestError, advise_needing
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
@@ -246,7 +246,7 @@ class Engine(LoadedEngine):
 
         model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
-        with needing("engine.metrics() needs", "serve"):
+        with advise_needing("engine.metrics() needs", "serve"):
             from mtpbuild.runtime.engine.metrics import MeteredModel, write_metrics
         engine = copy(self)  # a swap may come
         name, build = model_name or engine.manifest.model.name, engine.manifest.build

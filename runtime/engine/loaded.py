@@ -27,7 +27,7 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     RequestError,
     UsageError,
-    first_line,
+    take_first_line,
 )
 from mtpbuild.runtime.group.start import find_own_folders
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache, open_prefix_cache
@@ -172,7 +172,7 @@ class LoadedEngine:
         except MtpbuildError:
             raise
         except Exception as error:  # e.g. a valid manifest that does not fit its programs
-            reason = f"{type(error).__name__}: {first_line(error)}"
+            reason = f"{type(error).__name__}: {take_first_line(error)}"
             raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
     def answer_params(

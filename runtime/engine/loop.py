@@ -26,7 +26,13 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.engine.adaptive import AdaptiveNextn
 from mtpbuild.runtime.engine.launcher import OverlappingLauncher, ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.engine.step_times import StepTimes
-from mtpbuild.runtime.errors import EngineError, NotFiniteError, RankError, StepError, first_line
+from mtpbuild.runtime.errors import (
+    EngineError,
+    NotFiniteError,
+    RankError,
+    StepError,
+    take_first_line,
+)
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.requests.request import Request, TokenLogprobs
 from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
@@ -273,7 +279,7 @@ def step_failure(error: BaseException) -> EngineError:
     if isinstance(error, RankError | StepError):
         return error
     what = "" if isinstance(error, EngineError) else "a step failed: "
-    failure = StepError(what + first_line(error))
+    failure = StepError(what + take_first_line(error))
     failure.__cause__ = error
     return failure
 

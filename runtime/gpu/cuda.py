@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.errors import EngineError, needing
+from mtpbuild.runtime.errors import EngineError, advise_needing
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -172,7 +172,7 @@ def visible_gpus(group: str) -> int:
 
 
 def _import_bindings(group: str) -> Any:
-    with needing("using a GPU needs", group):
+    with advise_needing("using a GPU needs", group):
         return import_module("cuda.bindings.runtime")
 
 

@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.contract.controls import StepControls
-from mtpbuild.runtime.errors import EngineError, RankError, first_line
+from mtpbuild.runtime.errors import EngineError, RankError, take_first_line
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, read_time_limit
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
@@ -163,7 +163,7 @@ class Channel:
                 dist.destroy_process_group(group)
 
     def _describe_failure(self, error: BaseException) -> str:
-        what, reason = first_line(error), str(error)
+        what, reason = take_first_line(error), str(error)
         if re.search("timed out|timeout", reason, re.IGNORECASE):
             what = f"another rank has not answered for {self.patience:g} s"
         elif "gloo" in reason:

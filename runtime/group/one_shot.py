@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtpbuild.runtime.contract.sums import BLOCKS, BYTES, CALLS, PROGRAMS, RANKS
-from mtpbuild.runtime.errors import EngineError, first_line
+from mtpbuild.runtime.errors import EngineError, take_first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers, run_within
@@ -37,7 +37,8 @@ def share_memory(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
         memory, addresses = run_within(channel.patience, partial(peers.share, BYTES))
     except (AttributeError, ImportError, RuntimeError) as error:
         raise EngineError(
-            f"one-shot sums need GPUs that see each other's memory ({first_line(error)}): {ADVICE}"
+            f"one-shot sums need GPUs that see each other's memory ({take_first_line(error)}): "
+            f"{ADVICE}"
         ) from None
     gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
     gpu.run(memory.zero_)

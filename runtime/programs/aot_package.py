@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.contract.sums import PEERS
-from mtpbuild.runtime.errors import EngineError, first_line
+from mtpbuild.runtime.errors import EngineError, take_first_line
 
 HARDWARE = "x86-64 CPU with AVX2"  # what the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
@@ -62,7 +62,7 @@ class Package:
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
             runner.load_constants(wanted, False, True, True)  # check all; we own the memory
         except (RuntimeError, SafetensorError, KeyError) as error:
-            why = first_line(error)
+            why = take_first_line(error)
             raise EngineError(f"{path}: torch can't load it ({why}); rebuild it") from None
         self._runner = runner
 

@@ -13,7 +13,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.errors import EngineError, first_line
+from mtpbuild.runtime.errors import EngineError, take_first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
@@ -170,6 +170,6 @@ def load(
         return make(manifest, gpu, opener)
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"{folder}: the GPU's memory is too small ({first_line(error)}); build with a smaller "
-            "max_batch or max_seq_len"
+            f"{folder}: the GPU's memory is too small ({take_first_line(error)}); build with a "
+            "smaller max_batch or max_seq_len"
         ) from None

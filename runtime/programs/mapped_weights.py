@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN
-from mtpbuild.runtime.errors import EngineFileError, first_line
+from mtpbuild.runtime.errors import EngineFileError, take_first_line
 from mtpbuild.runtime.files import check_regular
 from mtpbuild.runtime.safetensors_header import read_header, view_tensors
 
@@ -33,7 +33,9 @@ def map_tensors(path: Path, huge_pages: bool = False) -> dict[str, NDArray[Any]]
         data = _copy_file(path) if huge_pages else np.memmap(path, mode="r")
         return view_tensors(header, data[start:])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise EngineFileError(f"{path}: not readable ({first_line(error)}); {COPY_AGAIN}") from None
+        raise EngineFileError(
+            f"{path}: not readable ({take_first_line(error)}); {COPY_AGAIN}"
+        ) from None
 
 
 def _copy_file(path: Path) -> NDArray[np.uint8]:

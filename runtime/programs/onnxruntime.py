@@ -18,13 +18,13 @@ import onnxruntime as ort
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.contract.programs import HIDDEN, MIXED, SCORE, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
-from mtpbuild.runtime.cpu_library import library_for
+from mtpbuild.runtime.cpu_library import find_library_for
 from mtpbuild.runtime.errors import (
     EngineError,
     MissingDependencyError,
     UsageError,
     advise_install,
-    first_line,
+    take_first_line,
 )
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, map_tensors
@@ -60,8 +60,8 @@ class DeviceCaches(PackedCaches):
             size = sum(flat.nbytes for flat in self._flat.values()) / 1e6
             raise EngineError(
                 f"onnxruntime can't hold the caches, {size:,.0f} MB, on {device} "
-                f"({first_line(error)}): provider {device} needs a GPU with its driver, and that "
-                "much of its memory free"
+                f"({take_first_line(error)}): provider {device} needs a GPU with its driver, and "
+                "that much of its memory free"
             ) from None
 
     def pointers(self) -> dict[str, int]:
@@ -109,7 +109,7 @@ class OnnxPrograms(HostSlots):
         self._folder, self._provider = folder, provider
         self._threads = threads or choose_default_threads()
         layout = manifest.build.cpu_layout
-        self._library = None if layout is None else library_for(layout, folder)
+        self._library = None if layout is None else find_library_for(layout, folder)
         # All sessions share one mapping; onnxruntime itself would map the file for each session.
         self._weights = {} if layout is None else _load_weights(folder / WEIGHTS, huge_pages)
         names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
@@ -213,7 +213,7 @@ class OnnxPrograms(HostSlots):
             session = ort.InferenceSession(path, options, providers=list(names))
         except Exception as error:  # onnxruntime raises its own C++ exception types
             raise EngineError(
-                f"{path}: onnxruntime can't load it ({first_line(error)}); rebuild the engine"
+                f"{path}: onnxruntime can't load it ({take_first_line(error)}); rebuild the engine"
             ) from None
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
             raise EngineError(

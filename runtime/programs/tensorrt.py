@@ -11,7 +11,7 @@ from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.start import find_own_gpu
 from mtpbuild.runtime.programs.device_slots import check_gpu
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
-from mtpbuild.runtime.programs.tensorrt_api import shared_weights, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_api import list_shared_weights, tensorrt_api
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def held_bytes(folder: Path, manifest: Manifest) -> int:
     total, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
     for name, program in manifest.programs.items():
         size += manifest.files[program.file].size
-        given = shared_weights(folder, name)
+        given = list_shared_weights(folder, name)
         if CONSTANTS.format(name) in manifest.files:  # refit restores its other weights
             size += total - sum(weights[each].nbytes for each in given)
         shared |= set(given)

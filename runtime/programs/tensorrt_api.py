@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
-from mtpbuild.runtime.errors import EngineError, needing
+from mtpbuild.runtime.errors import EngineError, advise_needing
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
 
@@ -21,7 +21,7 @@ BITS = (np.uint8, np.uint16)  # stand for types that NumPy lacks: quantised valu
 
 def tensorrt_api(target: str) -> ModuleType:
     """Import the module of a target; raises MissingDependencyError."""
-    with needing(f"target {target} needs", target):
+    with advise_needing(f"target {target} needs", target):
         return import_module(MODULES[target])
 
 
@@ -50,7 +50,7 @@ def make_error_logger(trt: ModuleType) -> Any:
     return Errors()
 
 
-def shared_weights(folder: Path, program: str) -> list[str]:
+def list_shared_weights(folder: Path, program: str) -> list[str]:
     """Return the names of the shared weights that a program takes as inputs."""
     path = folder / SHARED.format(program)
     names: list[str] = read_json(path) if path.exists() else []

@@ -31,10 +31,10 @@ from mtpbuild.runtime.programs.slots import (
     name_outputs,
 )
 from mtpbuild.runtime.programs.tensorrt_api import (
+    list_shared_weights,
     make_error_logger,
     name_dtype,
     refit,
-    shared_weights,
 )
 
 
@@ -61,7 +61,7 @@ class CompiledProgram:
         self._path = path
         if (path.parent / CONSTANTS.format(path.stem)).exists():  # compiled without its weights
             refit(trt, self._engine, path.parent, path.stem)
-        given = {WEIGHT.format(name) for name in shared_weights(path.parent, path.stem)}
+        given = {WEIGHT.format(name) for name in list_shared_weights(path.parent, path.stem)}
         own = {name: array for name, array in weights.items() if name in given}
         self._check(trt, spec, caches, own)
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -223,7 +223,7 @@ class TensorRtPrograms(DeviceSlots):
 def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[str, DeviceArray]:
     """Copy the weights that programs share to the GPU; return them by input name."""
     given = dict[str, DeviceArray]()
-    names = sorted({name for program in programs for name in shared_weights(folder, program)})
+    names = sorted({name for program in programs for name in list_shared_weights(folder, program)})
     held = map_tensors(folder / WEIGHTS) if names else {}
     for name in names:
         if name not in held:

@@ -19,7 +19,7 @@ from mtpbuild.runtime.errors import (
     RequestError,
     RequestFailedError,
     StepError,
-    first_line,
+    take_first_line,
 )
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.requests.step_controls import find_acceptance_rates, make_step_controls
@@ -98,7 +98,7 @@ def wrap_error(error: BaseException) -> RequestFailedError:
     """Return the request's error for an exception of the host's code; log an unexpected one."""
     if not isinstance(error, MtpbuildError):
         log.error("a request failed in the host's own code", exc_info=error)
-    failure = RequestFailedError(f"the request failed: {first_line(error)}")
+    failure = RequestFailedError(f"the request failed: {take_first_line(error)}")
     failure.__cause__ = error
     return failure
 

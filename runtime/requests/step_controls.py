@@ -13,7 +13,7 @@ from mtpbuild.runtime.contract.controls import (
     MAX_BANNED,
     Control,
     StepControls,
-    control_shapes,
+    list_control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
@@ -133,7 +133,7 @@ def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, ob
     controls = list_settings_controls(rule.settings)
     build = manifest.build
     sizes = build.nextn, build.capacity + manifest.window, manifest.model.vocab_size
-    places = control_shapes(*sizes, controls)
+    places = list_control_shapes(*sizes, controls)
     for control in controls:
         if not fits(settings[control.name], places[control.name], control.dtype):
             raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")

@@ -281,7 +281,7 @@ SETTINGS = declarations(SamplingParams, Setting)
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
-def http_settings() -> dict[str, Setting]:
+def list_http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
     rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
     return {name: each for name, each in SETTINGS.items() if each.http} | rules

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mtpbuild.runtime.errors import needing
+from mtpbuild.runtime.errors import advise_needing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -50,7 +50,7 @@ def make_app(
         split_thought: whether thoughts are apart from the text.
         defaults: sampling where a request says nothing; None: the model's own, else temperature 1.
     """
-    with needing("make_app needs", "serve"):
+    with advise_needing("make_app needs", "serve"):
         from mtpbuild.runtime.server import app, service, services
     from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, choose_sampling_defaults
     from mtpbuild.runtime.server.options import ServerOptions

@@ -12,7 +12,7 @@ from typer import Option
 
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.contract.target_options import list_changed_flags
-from mtpbuild.runtime.errors import MtpbuildError, UsageError, needing
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, advise_needing
 from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
@@ -51,7 +51,7 @@ def serve(
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
-    with needing("`mtpbuild serve` needs", "serve"):
+    with advise_needing("`mtpbuild serve` needs", "serve"):
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep

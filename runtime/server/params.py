@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.sampling.params import SamplingParams, http_settings, to_params_fields
+from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
@@ -81,7 +81,7 @@ def make_field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
 def find_leading_field(message: str) -> str | None:
     """Return the name of the field that a message begins with, if any."""
     first = message.split()[0].rstrip(":")
-    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *http_settings()}
+    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
     return first if first.partition(".")[0] in fields else None
 
 

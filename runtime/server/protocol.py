@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from mtpbuild.runtime.sampling.params import SamplingParams, http_settings
+from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
@@ -101,7 +101,7 @@ class StreamOptions(Body):
 def _describe(schema: dict[str, Any]) -> None:
     """Add the sampling settings to the fields in a body's JSON schema."""
     hints = get_type_hints(SamplingParams)
-    for name, setting in http_settings().items():
+    for name, setting in list_http_settings().items():
         known = TypeAdapter(hints[name]).json_schema() if name in hints else {}
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
 
@@ -117,7 +117,7 @@ def _has_effect(name: str, value: Any) -> bool:
 class GenerationBody(StreamedBody):
     """The fields that chats and completions share; null means the default.
 
-    The fields of `http_settings` are accepted as well, as extra fields.
+    The fields of `list_http_settings` are accepted as well, as extra fields.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
@@ -178,7 +178,9 @@ class GenerationBody(StreamedBody):
     @property
     def settings(self) -> dict[str, Any]:
         """The sampling settings in the body, unchecked."""
-        return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
+        return {
+            n: value for n, value in (self.model_extra or {}).items() if n in list_http_settings()
+        }
 
 
 class Function(Body):

@@ -23,7 +23,7 @@ from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
@@ -148,7 +148,7 @@ def test_state_keeps_its_types(
     plan = Plan(
         model.config, nextn, drafter, SLOTS, 60, CHUNK, style_of("inductor", dtype="bfloat16")
     )
-    specs = {spec.name: spec for spec in state_specs(plan)}
+    specs = {spec.name: spec for spec in make_state_specs(plan)}
     for program in make_programs(plan, narrow(model)):
         slots = 1 if program.name == "prefill" else len(program.arguments["active"])
         state = {

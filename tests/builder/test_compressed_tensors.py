@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.formats import Entry, entry_of, find_stored_format
+from mtpbuild.builder.formats import Entry, find_stored_format, make_entry
 from mtpbuild.builder.formats.compressed_tensors import (
     dense,
     find_unread_setting,
@@ -78,7 +78,7 @@ def test_kept_weights(folder: str) -> None:
             continue
         kept, decoded = format.kept, checkpoint.read(name)
         parts = checkpoint.read_kept_parts(name)
-        held = {suffix: entry_of(part) for suffix, part in parts.items()}
+        held = {suffix: make_entry(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
         assert kept in (INT4, INT8, *MOVED.values(), FP8, NVFP4)
         near = 2.0**-22 if kept is NVFP4 else 0
@@ -161,14 +161,14 @@ def packed_entries(words: int, groups: int, rows: int = 2) -> dict[str, Entry]:
     }  # fmt: skip
 
 
-def settings_of(*groups: dict[str, Any]) -> dict[str, Any]:
+def find_settings_of(*groups: dict[str, Any]) -> dict[str, Any]:
     named = {f"group_{i}": {"targets": ["Linear"], "weights": g} for i, g in enumerate(groups)}
     return {"quant_method": "compressed-tensors", "config_groups": named}
 
 
 def test_odd_widths() -> None:
     """Both packings are told by the words of a row; where they don't tell, it is refused."""
-    output = settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
+    output = find_settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
     for words in (dense(32, 3), loose(32, 3)):
         format = find_stored_format("w", packed_entries(words, 1), output)
         assert format is not None
@@ -189,7 +189,7 @@ def test_odd_widths() -> None:
         assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
     assert torch.equal(values[0], (codes - 4) * torch.tensor([[0.5], [2.0]]))
     assert torch.equal(*values)
-    unclear = settings_of({"num_bits": 3, "group_size": 24, "symmetric": True})
+    unclear = find_settings_of({"num_bits": 3, "group_size": 24, "symmetric": True})
     format = find_stored_format("w", packed_entries(dense(24, 3), 1), unclear)
     assert format is not None
     assert dense(24, 3) == loose(24, 3)
@@ -198,7 +198,9 @@ def test_odd_widths() -> None:
 
 def test_columns_in_another_order() -> None:
     """With actorder, weight_g_idx says which group a column belongs to; such are not kept."""
-    output = settings_of({"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"})
+    output = find_settings_of(
+        {"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"}
+    )
     entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
     format = find_stored_format("w", entries, output)
     assert format is not None
@@ -234,7 +236,7 @@ def test_deepseeks_blocks_with_short_scales(scales: torch.dtype) -> None:
     parts = FP8.encode(torch.randn(130, 200))
     parts["_scale_inv"] = parts["_scale_inv"].to(scales)
     format = find_stored_format(
-        "w", {f"w{suffix}": entry_of(part) for suffix, part in parts.items()}
+        "w", {f"w{suffix}": make_entry(part) for suffix, part in parts.items()}
     )
     assert format is not None
     assert format.kept is FP8
@@ -258,14 +260,14 @@ def test_int4_of_modelopt() -> None:
     scales = torch.rand(4, 2).half().float()
     packed = ((values[0::2] & 0xF) | (values[1::2] & 0xF) << 4).view(torch.uint8)
     parts = {"": packed, "_scale": scales}
-    entries = {f"w{suffix}": entry_of(part) for suffix, part in parts.items()}
+    entries = {f"w{suffix}": make_entry(part) for suffix, part in parts.items()}
     format, wanted = find_stored_format("w", entries), values * scales.repeat_interleave(32, 1)
     assert format is not None
     assert format.parts((4, 64)) == {"": entries["w"], "_scale": entries["w_scale"]}
     assert torch.equal(format.decode(parts), wanted)
     assert torch.equal(INT4.decode(format.keep("w", parts)), wanted)
     inputs = torch.rand(64)
-    format = find_stored_format("w", entries | {"w_pre_quant_scale": entry_of(inputs)})
+    format = find_stored_format("w", entries | {"w_pre_quant_scale": make_entry(inputs)})
     assert format is not None
     assert format.kept is format
     assert torch.equal(format.decode(parts | {"_pre_quant_scale": inputs}), wanted * inputs)
@@ -274,7 +276,7 @@ def test_int4_of_modelopt() -> None:
 @pytest.mark.parametrize("shape", [(), (1,), (6,), (6, 1)])
 def test_fp8_of_modelopt(shape: tuple[int, ...]) -> None:
     values, scales = torch.randn(6, 40).to(torch.float8_e4m3fn), torch.rand(shape)
-    entries = {"w": entry_of(values), "w_scale": entry_of(scales)}
+    entries = {"w": make_entry(values), "w_scale": make_entry(scales)}
     format = find_stored_format("w", entries)
     assert format is not None
     assert format.parts((6, 40)) == {"": entries["w"], "_scale": entries["w_scale"]}
@@ -308,7 +310,7 @@ def test_what_is_not_read_of_modelopt() -> None:
 
 def test_targets_are_asked_where_shapes_do_not_tell() -> None:
     """Two groups by row differ in bits alone: a row's words don't tell how many columns it has."""
-    output = settings_of(
+    output = find_settings_of(
         {"num_bits": 4, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel"}
     )
     output["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]

@@ -68,7 +68,7 @@ def planted(sources: Path, bug: str | None) -> Path:
 def test_planted_bugs(bug: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled without one the texts are equal to the bit; with each of them they are not."""
     library = compiled(planted(tmp_path / "source", bug), tmp_path / "planted.so")
-    monkeypatch.setattr(programs, "library_for", lambda *_: library)
+    monkeypatch.setattr(programs, "find_library_for", lambda *_: library)
     folder, scheme = save(tmp_path / "model", "few"), build_scheme("int4")
     whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, nextn=(0,))
     pieces = replace(whole, nextn=(1,), prefill_chunk=5, max_batch=3, out=tmp_path / "many")

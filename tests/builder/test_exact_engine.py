@@ -127,7 +127,7 @@ def test_the_other_compiler(
 ) -> None:
     """The library that zig's compiler makes says the same."""
     wanted = said(engines[1], 4, at_once=True)
-    monkeypatch.setattr(onnxruntime, "library_for", lambda *_: zig_library)
+    monkeypatch.setattr(onnxruntime, "find_library_for", lambda *_: zig_library)
     assert same(said(engines[1], 4, at_once=True), wanted)
 
 

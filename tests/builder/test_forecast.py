@@ -21,7 +21,7 @@ from mtpbuild.builder.forecast.forecast import (
 )
 from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.recipe import find_recipe
@@ -147,7 +147,7 @@ def test_speed_is_predicted(fp4: Forecast) -> None:
 
 
 def test_distinct_experts(config: DeepseekV3Config) -> None:
-    costs = family_of(config).costs(config, EIGHT)
+    costs = find_family_of(config).costs(config, EIGHT)
     assert count_distinct_experts(costs, 1) == pytest.approx(8)
     assert count_distinct_experts(costs, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
     assert count_distinct_experts(costs, 10_000) == pytest.approx(256)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.graph.style import GraphStyle, Sizes
-from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.styles import style_of
@@ -56,7 +56,9 @@ def test_steps_are_the_same(nextn: int, drafter: DrafterName | None) -> None:
         for p in (plan, replace(plan, style=style_of("tensorrt", dtype="float32")))
     )
     torch.manual_seed(1)
-    state = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)}
+    state = {
+        s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in make_state_specs(plan)
+    }
     state["lengths"] += 3
     state["window"][:, 0] = torch.randint(61, (SLOTS,))
     state["thinking"][2] = True

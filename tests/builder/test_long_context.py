@@ -12,7 +12,7 @@ import pytest
 from mtpbuild.builder.compiler.plans import make_plans
 from mtpbuild.builder.forecast.context import choose_context
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.plan.plan import Plan, size_of, state_specs
+from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -58,7 +58,7 @@ def test_a_build_asks_for_the_models_context(monkeypatch: pytest.MonkeyPatch) ->
     assert lengths == [262_144, 262_144]
     small = planned(16e9, monkeypatch, weights="int4")
     assert [plan.max_seq_len for plan in small] == [32_768, 32_768]
-    state = sum(map(size_of, state_specs(small[1])))
+    state = sum(map(count_state_bytes, make_state_specs(small[1])))
     assert 27 * 576 * 4 * 32_768 < state < (16e9 - 6.2e9) / 3
     batches = planned(16e9, monkeypatch, weights="int4", max_batch=8)
     assert batches[0].max_seq_len == 4096

@@ -16,7 +16,7 @@ import torch
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.plan.plan import Plan, choose_drafter, state_specs
+from mtpbuild.builder.plan.plan import Plan, choose_drafter, make_state_specs
 from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -179,7 +179,7 @@ def test_its_source_is_in_the_fingerprint(
 
     def found(drafter: str) -> str:
         plan = Plan(config, 1, drafter, 1, 64, 8)
-        assert state_specs(plan)
+        assert make_state_specs(plan)
         return fingerprint(hash_files(smallest), plan, target)
 
     before = [found("lookup"), found("mtp-eagle")]

@@ -22,8 +22,8 @@ from mtpbuild.builder.checkpoint.readable import (
 )
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.formats import Format, find_stored_format, own_name
-from mtpbuild.builder.formats.format import entry_of
+from mtpbuild.builder.formats import Format, find_stored_format, name_own
+from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
@@ -266,15 +266,15 @@ def test_a_stream_of_bits(bits: int, group: int, output: str) -> None:
     packed = (stream << torch.arange(8)).sum(-1).to(torch.uint8).view(torch.uint32)
     scales, biases = torch.rand(2, 3, 128 // group).bfloat16()
     tensors = {"weight": packed, "scales": scales, "biases": biases}
-    own = {own_name(f"a.{ending}"): tensor for ending, tensor in tensors.items()}
+    own = {name_own(f"a.{ending}"): tensor for ending, tensor in tensors.items()}
     one, other = {"bits": bits, "group_size": group}, {"bits": 4, "group_size": 8}
     rules: dict[str, Any] = {"default": one, "module": {"a": one}, "inside": {"b": one}}
-    entries = {name: entry_of(tensor) for name, tensor in own.items()}
+    entries = {name: make_entry(tensor) for name, tensor in own.items()}
     format = find_stored_format("a.weight", entries, other | rules[output])
     assert format is not None
     assert (format.bits, format.block) == (bits, group)
     parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}
-    assert format.parts((3, 128)) == {suffix: entry_of(part) for suffix, part in parts.items()}
+    assert format.parts((3, 128)) == {suffix: make_entry(part) for suffix, part in parts.items()}
     wide = (each.float().repeat_interleave(group, 1) for each in (scales, biases))
     scale, bias = wide
     assert torch.equal(format.decode(parts), codes * scale + bias)
@@ -295,5 +295,5 @@ def test_nvfp4_stays() -> None:
         assert (parts["_scale_2"] == 1) == ("experts" not in name)
         decoded, near = checkpoint.read(name), 2.0**-22 if "experts" in name else 0
         torch.testing.assert_close(NVFP4.decode(parts), decoded, rtol=near, atol=0)
-        held = {suffix: entry_of(part) for suffix, part in parts.items()}
+        held = {suffix: make_entry(part) for suffix, part in parts.items()}
         assert held == NVFP4.parts(tuple(decoded.shape))

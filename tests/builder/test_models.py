@@ -27,7 +27,7 @@ from mtpbuild.builder.forecast.weights import (
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
@@ -92,7 +92,7 @@ def is_moe(c: dict[str, Any]) -> bool:
     return "n_routed_experts" in c
 
 
-def config_of(name: str) -> ModelConfig:
+def find_config_of(name: str) -> ModelConfig:
     return load_config(recipe_of(name).config_folder)
 
 
@@ -207,8 +207,8 @@ def test_kimi_in_fp8() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes(name: str) -> None:
-    config, output = config_of(name), MODELS[name]
-    family, modules = family_of(config), config.num_nextn_predict_layers
+    config, output = find_config_of(name), MODELS[name]
+    family, modules = find_family_of(config), config.num_nextn_predict_layers
     assert family.name == output.family
     assert (config.num_hidden_layers, modules) == (output.layers, int(output.module > 0))
     assert family.cache_widths(config, ALONE) == [output.width] * (output.layers + modules)
@@ -229,7 +229,7 @@ YARN = {
 
 @pytest.mark.parametrize("name", YARN)
 def test_yarn(name: str) -> None:
-    config = config_of(name)
+    config = find_config_of(name)
     assert isinstance(config, DeepseekV3Config)
     frequencies = compute_inverse_frequencies(config.rope, config.qk_rope_head_dim)
     for i, value in YARN[name].items():
@@ -246,7 +246,7 @@ def test_yarn(name: str) -> None:
     ],
 )
 def test_softmax_scale_of_latent_attention(name: str, scale: float) -> None:
-    config = config_of(name)
+    config = find_config_of(name)
     assert isinstance(config, DeepseekV3Config)
     assert softmax_scale(config.rope, config.qk_head_dim) == pytest.approx(scale, rel=5e-7)
     assert config.rope_interleave
@@ -254,13 +254,13 @@ def test_softmax_scale_of_latent_attention(name: str, scale: float) -> None:
 
 
 def test_kimi_with_the_longer_context() -> None:
-    config = config_of("kimi-k2-instruct")
+    config = find_config_of("kimi-k2-instruct")
     assert softmax_scale(replace(config.rope, factor=64.0), 192) == pytest.approx(0.1446796)
 
 
 @pytest.mark.parametrize("name", ["glm-4.5-air", "glm-4.5", "glm-4.6", "glm-4.7", "mimo-7b-rl"])
 def test_grouped_attention(name: str) -> None:
-    config = config_of(name)
+    config = find_config_of(name)
     assert isinstance(config, Glm4MoeConfig | MimoConfig)
     assert softmax_scale(config.rope, config.head_dim) == pytest.approx(128**-0.5)
     assert config.rotary_dim == (128 if name == "mimo-7b-rl" else 64)
@@ -284,8 +284,8 @@ def test_a_checkpoint_of_holes(name: str, tensors: int, tmp_path: Path) -> None:
     numbers = dict(re.findall(r"^(.+): ([\d,]+) parameters, ", told, re.M))
     assert {part: int(n.replace(",", "")) for part, n in numbers.items()} == wanted
     opened = open_checkpoint(out)
-    config = config_of(name)
+    config = find_config_of(name)
     opened.check(config)
     assert len(opened.tensors) == tensors
-    same = family_of(config).duplicates(config)
+    same = find_family_of(config).duplicates(config)
     assert len(same.keys() & opened.tensors.keys()) == (2 if MODELS[name].copies else 0)

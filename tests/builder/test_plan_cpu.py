@@ -23,7 +23,7 @@ from mtpbuild.builder.measure.host import (
     measure_bandwidth,
     measure_machine,
 )
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.scheme import make_scheme
@@ -71,7 +71,7 @@ def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> 
     folder = random_checkpoint(tmp_path / "model", **EVEN | {"tie_word_embeddings": tied})
     config = load_config(folder)
     with torch.device("meta"):
-        model = family_of(config).make_model(config, ALONE)
+        model = find_family_of(config).make_model(config, ALONE)
     parameters = sum(weight.numel() for weight in model.parameters())
     if tied:  # the head's weight is the embedding, too
         parameters -= config.vocab_size * config.hidden_size
@@ -140,7 +140,7 @@ def test_few_experts_are_all_read() -> None:
     found = foretold("deepseek-tiny", 0, context_len=1)
     config = load_config(Path(__file__).parents[2] / "recipes" / "deepseek_tiny")
     classes = [one for one in found.model.classes if not one.module and one.name != "embedding"]
-    rows = sum(family_of(config).cache_widths(config, ALONE)[: config.num_hidden_layers])
+    rows = sum(find_family_of(config).cache_widths(config, ALONE)[: config.num_hidden_layers])
     assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
 
 
@@ -277,7 +277,7 @@ def test_a_plan_needs_no_torch(every: bool, tmp_path: Path) -> None:
     recipes = sorted(load_recipes(), key=lambda recipe: -(recipe.download or 0))
     kinds: Sequence[object] = [recipe.config for recipe in recipes]
     if not every:
-        kinds = [(family_of(load_config(r.config_folder)).name, r.layout) for r in recipes]
+        kinds = [(find_family_of(load_config(r.config_folder)).name, r.layout) for r in recipes]
     models = {kind: r.name for kind, r in zip(kinds, recipes, strict=True)}  # the smallest ones
     folder = random_checkpoint(tmp_path / "model", **EVEN)
     plans = [["plan", "--cpu", "--model", m, "--json"] for m in (*models.values(), str(folder))]

@@ -13,7 +13,7 @@ import torch
 
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.prefix_cache import cache as prefix_cache
 from mtpbuild.runtime.prefix_cache import tree as prefix_tree
@@ -67,7 +67,7 @@ def recurrent(summing: PlainSumming, drafter: DrafterName | None) -> EagerProgra
 
 
 def pooled(programs: EagerPrograms, pool: int = PLENTY, chunk: int = CHUNK) -> Service:
-    return Service(programs, chunk, pool=pool, state=state_specs(programs.plan))
+    return Service(programs, chunk, pool=pool, state=make_state_specs(programs.plan))
 
 
 def check_branches(
@@ -78,7 +78,7 @@ def check_branches(
     So blocks end where prompts part, and two prompts have the same rows but not the same tokens
     behind them.
     """
-    size, states = programs.plan.config.vocab_size, state_specs(programs.plan)
+    size, states = programs.plan.config.vocab_size, make_state_specs(programs.plan)
     prompt, service = [t % size for t in tokens(1, 20)], pooled(programs, chunk=chunk)
     cold = Service(programs, chunk)
     output = [t for _, emitted, _ in cold.answer(prompt, 8) for t in emitted]
@@ -147,7 +147,7 @@ def test_a_cache_that_is_too_small(predictable: PlainDeepseek, pool: int) -> Non
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_traffic(predictable: PlainDeepseek, drafter: DrafterName | None) -> None:
     programs = eager(predictable, drafter)
-    check_traffic(programs, pool=PLENTY, state=state_specs(programs.plan))
+    check_traffic(programs, pool=PLENTY, state=make_state_specs(programs.plan))
 
 
 def check_engine(engine: Path) -> None:

@@ -18,9 +18,9 @@ from mtpbuild.builder.forecast.weights import (
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.runtime.ranks import ALONE
 
@@ -111,9 +111,9 @@ def test_states_of_the_9b() -> None:
     config = sizes_of("qwen3.5-9b")[1]
     assert [i for i, delta in enumerate(config.delta_layers) if not delta] == [*range(3, 32, 4)]
     assert config.rotary_dim == 64
-    widths = family_of(config).cache_widths(config, ALONE)
+    widths = find_family_of(config).cache_widths(config, ALONE)
     assert widths == [0, 0, 0, 2 * 4 * 256] * 8 + [2 * 4 * 256]
-    specs = state_specs(Plan(config, 3, "mtp-eagle", 2, 4096, 256))
+    specs = make_state_specs(Plan(config, 3, "mtp-eagle", 2, 4096, 256))
     states = {s.name: s.shape for s in specs if s.role == "recurrent"}
     assert len(states) == 48
     assert states["delta.0"] == (2, 32, 128, 128)

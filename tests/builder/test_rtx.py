@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets import onnx_graph
@@ -68,7 +68,7 @@ def test_networks(program: str, graphs: Path, predictable_folder: Path) -> None:
     assert parser.parse_from_file(str(graphs / f"{program}.onnx"))
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     writes = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
-    caches = [s.name for s in state_specs(plan_of(predictable_folder)) if s.role == "rows"]
+    caches = [s.name for s in make_state_specs(plan_of(predictable_folder)) if s.role == "rows"]
     found = {layer.get_input(0).name: layer.get_output(0).name for layer in writes}
     assert found == {name: f"{name}.out" for name in caches}
     assert len(writes) == len(caches)

@@ -21,7 +21,7 @@ from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.measure.compare import LARGEST_DIFFERENCE
 from mtpbuild.builder.measure.runs import run_prompts
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
@@ -92,7 +92,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     """Compute those of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
     kind = model.embed(tokens).dtype
-    width = family_of(model.config).cache_widths(model.config, ALONE)[0]
+    width = find_family_of(model.config).cache_widths(model.config, ALONE)[0]
     caches = [torch.zeros(1, 1, 9, width, dtype=kind) for _ in range(3)]
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, {name_layer_rows(i): caches[i] for i in range(2)}, rows)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.models import family_of, find_family, load_config, register
+from mtpbuild.builder.models import find_family, find_family_of, load_config, register
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.verify.plain import load_plain
@@ -83,7 +83,7 @@ def test_attention_matters(toy: PlainToy) -> None:
 
 def test_the_registry(folder: Path) -> None:
     assert find_family(CONFIG) is TOY
-    assert family_of(load_config(folder)) is TOY
+    assert find_family_of(load_config(folder)) is TOY
     assert not issubclass(TOY.config, DeepseekV3Config)
     known = (
         "DeepseekV3ForCausalLM (model_type deepseek_v3), "

@@ -19,7 +19,7 @@ from torch import Tensor
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.graph.style import GraphStyle, Sizes
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime import Engine, Manifest, RequestError, SamplingParams
@@ -168,7 +168,7 @@ def test_the_traced_program_and_the_kernels_say_the_same(target: str) -> None:
     torch.manual_seed(1)
     given = slots_in_turn(program, 4)
     state = {
-        s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plain)
+        s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in make_state_specs(plain)
     }
     state["lengths"] += 3
     state["window"][:, 0] = torch.randint(61, (4,))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.formats import Format, find_stored_format, own_name
-from mtpbuild.builder.formats.format import entry_of
+from mtpbuild.builder.formats import Format, find_stored_format, name_own
+from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -46,9 +46,9 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
     zeros = torch.as_tensor(zero).expand(4, 32)
     tensors = {"qweight": words(codes, bits, 0), "qzeros": words(zeros, bits, 1)}
     tensors |= {"scales": scales, "g_idx": order.int()}
-    own = {own_name(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
+    own = {name_own(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32} | said
-    format = find_stored_format("x.weight", {n: entry_of(t) for n, t in own.items()}, settings)
+    format = find_stored_format("x.weight", {n: make_entry(t) for n, t in own.items()}, settings)
     assert format is not None
     return format, {s: own[f"x.weight{s}"] for s in format.suffixes}, codes, scales
 
@@ -70,7 +70,7 @@ def test_gptq(bits: int, version: str) -> None:
     held = format.kept.decode(format.keep("x", parts))
     assert torch.equal(held.view(32, 128), format.decode(parts))
     sizes = {s: (entry.dtype, entry.shape) for s, entry in format.parts((32, 128)).items()}
-    assert sizes == {s: (entry_of(p).dtype, tuple(p.shape)) for s, p in parts.items()}
+    assert sizes == {s: (make_entry(p).dtype, tuple(p.shape)) for s, p in parts.items()}
 
 
 @pytest.mark.parametrize("kept", [INT4, INT8])

@@ -28,7 +28,7 @@ from mtpbuild.plugins import (
 )
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import ContractError, Ptx
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, list_control_shapes
 from tests.support.kernel_launches import SHAPES, launches
 from tests.support.stand_ins import failing, importing
 
@@ -260,7 +260,7 @@ def test_a_head_sums_its_splits() -> None:
 def test_a_list_is_an_operand(trtp: Plugins) -> None:
     """What requests ask comes as one list; the network gets casts of flags that a kernel reads."""
     kinds = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
-    shapes = control_shapes(2, 40)
+    shapes = list_control_shapes(2, 40)
     asked = [given(c.name, kinds[c.dtype], 2, *shapes[c.name]) for c in CORE_CONTROLS]
     operands = (
         given("logits", "FLOAT", 2, 3, 99),

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Feature
@@ -36,7 +36,8 @@ class EagerPrograms:
         self.missed: list[tuple[int, torch.Tensor]] = []  # in slot 0, by the drafter
         self.step_program, self.mixed_program = self.programs[PLAIN], self.programs[MIXED]
         self.tensors = {
-            s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)
+            s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype))
+            for s in make_state_specs(plan)
         }
 
     @property
@@ -101,7 +102,7 @@ class EagerPrograms:
         return True
 
     def save_states(self, slot: int, number: int) -> bool:
-        names = [s.name for s in state_specs(self.plan) if s.role == "recurrent"]
+        names = [s.name for s in make_state_specs(self.plan) if s.role == "recurrent"]
         self._saved[number] = {name: self.tensors[name][slot].clone() for name in names}
         return True
 
@@ -124,7 +125,7 @@ class EagerPrograms:
 
     @property
     def caches(self) -> list[str]:
-        return [s.name for s in state_specs(self.plan) if s.role == "rows"]
+        return [s.name for s in make_state_specs(self.plan) if s.role == "rows"]
 
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:

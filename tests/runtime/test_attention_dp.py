@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, StepControls, list_control_shapes
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Dimension, Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import StepOutput
@@ -45,7 +45,7 @@ ACTIVE = TensorSpec(name="active", dtype="bool", shape=("batch",))
 COUNTS = (ints("tokens", "batch", 2), ints("num_tokens", "batch"))
 OUT = (*COUNTS, floats("logprobs", "batch", 2), floats("margins", "batch", 2))
 TOP = (ints("top_ids", "batch", 2, 5), floats("top_logprobs", "batch", 2, 5))
-SHAPES = control_shapes(1, 66)
+SHAPES = list_control_shapes(1, 66)
 CONTROLLED = tuple(
     TensorSpec(name=c.name, dtype=c.dtype, shape=("batch", *SHAPES[c.name])) for c in CORE_CONTROLS
 )

@@ -19,7 +19,7 @@ from mtpbuild.runtime.cli import terminal
 from mtpbuild.runtime.cli.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
-from mtpbuild.runtime.sampling.params import SETTINGS, http_settings
+from mtpbuild.runtime.sampling.params import SETTINGS, list_http_settings
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import (
     FakePrograms,
@@ -152,7 +152,7 @@ def test_a_line_sets_what_a_request_can(engine_dir: Path, tmp_path: Path) -> Non
         "draft_sample_method": "greedy", "prompt_logprobs": 3, "cache_salt": "me",
         "timeout": 60.0,
     }  # fmt: skip
-    builtin = {name for name in http_settings() if name in SETTINGS}
+    builtin = {name for name in list_http_settings() if name in SETTINGS}
     assert line.keys() == builtin
     together = {"ignore_eos", "min_tokens", "allowed_token_ids", "bad_words"}
     rest = {name: value for name, value in line.items() if name not in together}

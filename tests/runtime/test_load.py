@@ -92,7 +92,7 @@ def test_where_kernels_were_not_tried(
     monkeypatch.setattr(platform, "machine", lambda: machine)
     cpu_library._say_where_untried.cache_clear()
     for _ in range(2):
-        assert cpu_library.library_for(cpu_library.LAYOUT, Path("engine")).is_file()
+        assert cpu_library.find_library_for(cpu_library.LAYOUT, Path("engine")).is_file()
     cpu_library._say_where_untried.cache_clear()
     assert len(caplog.messages) == bool(output)
     assert output in caplog.text

@@ -21,7 +21,7 @@ from mtpbuild.runtime.contract.controls import (
     HISTORY,
     Control,
     StepControls,
-    control_shapes,
+    list_control_shapes,
 )
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
@@ -31,7 +31,7 @@ from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.requests.step_controls import fits
-from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, http_settings
+from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, list_http_settings
 from mtpbuild.runtime.server.answers import seed_choices
 from tests.support.fakes import (
     FakePrograms,
@@ -126,7 +126,7 @@ class Filled(FakePrograms):
         super().__init__(manifest)
         self.features |= {Feature.CONSTRAIN}
         self.drafts = Drafts(self.drafts)
-        shapes = control_shapes(manifest.build.nextn, 64, V)
+        shapes = list_control_shapes(manifest.build.nextn, 64, V)
         self.places = {control.name: (shapes[control.name], control.dtype) for control in CONTROLS}
 
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
@@ -211,7 +211,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_bodies_have_the_same_bounds(engine: Engine) -> None:
     """The status is 400, with the field's name, or 200."""
-    names, seen = [name for name in http_settings() if name in SETTINGS], set()
+    names, seen = [name for name in list_http_settings() if name in SETTINGS], set()
     with live(engine) as server, server.client() as client:
         for name in names:
             for value in (*BOUNDS[name][0], *BOUNDS[name][1], *NUMBERS, INF, "\ud800", ["\ud800"]):
@@ -225,7 +225,7 @@ def test_bodies_have_the_same_bounds(engine: Engine) -> None:
 
 
 def test_lines_have_the_same_bounds(engine: Engine, tmp_path: Path) -> None:
-    path, names = tmp_path / "in.jsonl", [name for name in http_settings() if name in SETTINGS]
+    path, names = tmp_path / "in.jsonl", [name for name in list_http_settings() if name in SETTINGS]
     for name in names:
         for value in (*BOUNDS[name][1], 2**64, 10**400, "\ud800", ["\ud800"], [2**64]):
             path.write_text(json.dumps(ASK | WITH.get(name, {}) | {name: value}), "utf-8")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Stream
-from mtpbuild.runtime.sampling.params import DEFAULTS, http_settings
+from mtpbuild.runtime.sampling.params import DEFAULTS, list_http_settings
 from mtpbuild.runtime.server.options import ServerOptions
 from tests.support.live_server import Live, live, post, until
 
@@ -106,7 +106,7 @@ class Canaries:
 
 def machine(server: Live, engine: Engine, canaries: Canaries, seen: Counter[str]) -> Any:
     """Return the class of a state machine that asks this server and this engine."""
-    names = sorted(http_settings())
+    names = sorted(list_http_settings())
     own = sorted(DEFAULTS)
 
     class Requests(RuleBasedStateMachine):

@@ -137,7 +137,7 @@ def load_reference(folder: Path) -> PlainDeepseek:
 
 def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
     """Make the program's model with the plain model's weights, through the table of weights."""
-    tensors, family = reference.state_dict(), models.family_of(reference.config)
+    tensors, family = reference.state_dict(), models.find_family_of(reference.config)
     model = family.make_model(reference.config, share.ranks)
     weights = {
         name: torch.tensor([share.rank])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.plan.plan import Plan, state_specs
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
 from mtpbuild.runtime.contract.manifest import (
@@ -68,7 +68,7 @@ def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
         dtype: Any = "int64" if name in ints else "float32"
         return TensorSpec(name=name, dtype=dtype, shape=("batch", *shape))
 
-    state = {s.name: s for s in state_specs(plan)}
+    state = {s.name: s for s in make_state_specs(plan)}
     specs = {
         p.name: ProgramSpec(
             file=f"{p.name}.pt2",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import compile_launch
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, list_control_shapes
 
 ARCHITECTURES = (80, 90, 100, 120)
 
@@ -92,7 +92,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     place, turns = (*wide, slots, slots), empty(B, T, s.rope // 2)
     chosen = empty(B, T, s.rows, dtype=torch.int64)
     chooses = empty(B, T, s.scorers * s.key, dtype=s.dtype), empty(B, T, s.scorers), turns, turns
-    window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
+    window, shapes = empty(B, T, dtype=torch.int64), list_control_shapes(T - 1, 4096)
     flags = {"bool": torch.int32}  # plugins take no bool
     asked = [
         empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))

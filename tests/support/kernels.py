@@ -37,7 +37,7 @@ from mtpbuild.runtime.contract.controls import (
     GREEDY,
     Control,
     StepControls,
-    control_shapes,
+    list_control_shapes,
 )
 
 Draw = Callable[..., Any]
@@ -203,7 +203,7 @@ def asked_of_penalties(slots: int, controls: StepControls) -> dict[str, Tensor]:
 def _asked(
     slots: int, controls: StepControls, table: Sequence[Control], nextn: int = 0
 ) -> dict[str, Tensor]:
-    shapes = control_shapes(nextn, positions=1)
+    shapes = list_control_shapes(nextn, positions=1)
     rows = controls.rows({c.name: (shapes[c.name], c.dtype) for c in table})
     every = {name: torch.from_numpy(row).expand(slots, *row.shape) for name, row in rows}
     return {name: tensor.clone() for name, tensor in every.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
@@ -34,7 +34,7 @@ def load_model(
     """Return the program's model with all its weights; raise CheckpointError."""
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
-    model = family_of(config).make_model(config, ALONE)
+    model = find_family_of(config).make_model(config, ALONE)
     set_dtype(model, FLOATS[dtype], for_gpu)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = join_slices(convert_weights(checkpoint, checkpoint.check(config)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.builder.plan.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable
@@ -67,7 +67,7 @@ def check_steps(plan: Plan, model: CausalLM, reference: PlainLM, accepts_all: bo
 def check_state(programs: EagerPrograms, reference: PlainLM, tokens: list[int]) -> None:
     """Check O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
-    recurrent = [spec for spec in state_specs(plan) if spec.role == "recurrent"]
+    recurrent = [spec for spec in make_state_specs(plan) if spec.role == "recurrent"]
     # A delta rule's norm may divide by nearly nothing: for token 51 of "qwen3.5" alone the plain
     # model in fp32 is 1.1e-4 off fp64, and both sides here may be.
     atol = 2.5e-4 if recurrent else 2e-4
@@ -94,7 +94,7 @@ def begin(plan: Plan, rows: int = 5) -> dict[str, Tensor]:
     """Make a state with so many committed rows in each slot, a newest token, and no drafts."""
     torch.manual_seed(2)
     state = {}
-    for spec in state_specs(plan):
+    for spec in make_state_specs(plan):
         value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         if spec.role == "rows":
             value[:, :, :rows].normal_(std=0.3)

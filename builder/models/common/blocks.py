@@ -154,7 +154,7 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     )
 
 
-def parts_of(weight: Tensor | ScaledWeight) -> Parts:
+def split_parts(weight: Tensor | ScaledWeight) -> Parts:
     return weight.parts if isinstance(weight, ScaledWeight) else (weight, None, None)
 
 
@@ -184,7 +184,7 @@ def weigh_chosen(
         return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | ScaledWeight)
     flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
-    (first, *scales), (second, *down_scales) = map(parts_of, (gate_up, down))
+    (first, *scales), (second, *down_scales) = map(split_parts, (gate_up, down))
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 
 

@@ -70,7 +70,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     gates, ups, downs = stored
     if dense:
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
-        yield product(f"{to}.experts.down_proj", *downs, rows=side_by_side, joined=1)
+        yield product(f"{to}.experts.down_proj", *downs, rows=join_side_by_side, joined=1)
     else:  # each expert is a slice, whose gate and up are one product
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
         yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), joined=0)
@@ -79,7 +79,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
-def side_by_side(*w: Tensor) -> Tensor:
+def join_side_by_side(*w: Tensor) -> Tensor:
     return torch.cat(w, dim=1)
 
 

@@ -123,7 +123,7 @@ def weigh_by_expert(experts: nn.ModuleList, x: Tensor, weights: Tensor) -> Tenso
     return y
 
 
-def plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:
+def make_plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:
     return PlainMoE(c) if c.is_moe(layer) else PlainMLP(c.hidden_size, c.intermediate_size)
 
 

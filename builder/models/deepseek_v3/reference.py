@@ -8,7 +8,7 @@ from mtpbuild.builder.models.common.plain import (
     PlainAttention,
     PlainCausalLM,
     PlainRMSNorm,
-    plain_feed_forward,
+    make_plain_feed_forward,
 )
 from mtpbuild.builder.models.common.rope import rotate, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
@@ -64,6 +64,6 @@ class PlainDeepseek(PlainCausalLM):
 
     def __init__(self, config: DeepseekV3Config) -> None:
         def block(layer: int) -> Block:
-            return PlainLatentAttention(config), plain_feed_forward(config, layer)
+            return PlainLatentAttention(config), make_plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)

@@ -15,7 +15,7 @@ FULL, SHARED = "full", "shared"  # names in `indexer_types`
 LETTERS = {"F": FULL, "S": SHARED}  # in `index_topk_pattern`
 
 
-def mtp_rules(read: Reader, key: str) -> ModuleInputs:
+def make_mtp_rules(read: Reader, key: str) -> ModuleInputs:
     return ModuleInputs(shares_choice=read.flag("index_share_for_mtp_iteration", False))
 
 
@@ -30,7 +30,7 @@ class DeepseekV32Config(DeepseekV3Config):
     # Whether each main layer has an indexer. A layer without one reuses the choice of the nearest
     # layer before it that has one.
     indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
-    mtp: ModuleInputs = field(metadata={"read": mtp_rules})
+    mtp: ModuleInputs = field(metadata={"read": make_mtp_rules})
 
     def has_indexer(self, layer: int) -> bool:
         """Return whether a layer chooses rows itself, as all MTP modules do."""

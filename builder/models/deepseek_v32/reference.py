@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import Block, PlainCausalLM, plain_feed_forward
+from mtpbuild.builder.models.common.plain import Block, PlainCausalLM, make_plain_feed_forward
 from mtpbuild.builder.models.common.rope import rotate
 from mtpbuild.builder.models.deepseek_v3.reference import PlainLatentAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
@@ -75,7 +75,7 @@ class PlainDeepseekV32(PlainCausalLM):
         def block(layer: int) -> Block:
             chooser = None if config.has_indexer(layer) else layers[config.chooser(layer)]
             layers.append(PlainSparseAttention(config, chooser))
-            return layers[-1], plain_feed_forward(config, layer)
+            return layers[-1], make_plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)
 

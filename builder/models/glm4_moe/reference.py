@@ -4,7 +4,7 @@ from mtpbuild.builder.models.common.plain import (
     Block,
     PlainCausalLM,
     PlainGroupedAttention,
-    plain_feed_forward,
+    make_plain_feed_forward,
 )
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 
@@ -14,6 +14,6 @@ class PlainGlm4Moe(PlainCausalLM):
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         def block(layer: int) -> Block:
-            return PlainGroupedAttention(config), plain_feed_forward(config, layer)
+            return PlainGroupedAttention(config), make_plain_feed_forward(config, layer)
 
         super().__init__(config, block, config.rotary_dim)
