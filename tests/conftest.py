@@ -49,13 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     for item in items:
-        if find_group_size(item) == "inductor":
+        if find_group(item) == "inductor":
             item.add_marker(needs_compiler)
-    items.sort(
-        key=lambda item: (
-            FIRST.index(find_group_size(item)) if find_group_size(item) in FIRST else 99
-        )
-    )
+    items.sort(key=lambda item: FIRST.index(find_group(item)) if find_group(item) in FIRST else 99)
 
 
 def pytest_collection_finish() -> None:
@@ -69,7 +65,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def find_group_size(item: pytest.Item) -> str:
+def find_group(item: pytest.Item) -> str:
     group = item.get_closest_marker("xdist_group")
     return item.path.stem if group is None else str(group.args[0])
 

@@ -652,12 +652,12 @@ def test_every_full_test_has_its_part() -> None:
         parts.part_of("gpu/test_new.py", full=True)
 
 
-@pytest.mark.parametrize(("target", "output"), [("inside", ""), ("/usr", "bad: a committed link")])
-def test_links_that_point_outside(target: str, output: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("target", "error"), [("inside", ""), ("/usr", "bad: a committed link")])
+def test_links_that_point_outside(target: str, error: str, tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     script = shutil.copy2(ROOT / "tools/check_links.sh", tmp_path / "tools")
     (tmp_path / "bad").symlink_to(target)
     for command in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     done = subprocess.run([script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr[: len(output) or 99]) == (bool(output), output)
+    assert (done.returncode, done.stderr[: len(error) or 99]) == (bool(error), error)

@@ -72,11 +72,11 @@ def test_the_platforms_of_wheels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "output"),
+    ("own", "error"),
     [({}, "error: there is no C++ compiler: install g++, or ziglang with pip"),
      ({"CXX": "no-such"}, "error: the CPU kernels cannot be compiled: [Errno 2] No such file ")],
 )  # fmt: skip
-def test_no_compiler_at_all(own: dict[str, str], output: str, tmp_path: Path) -> None:
+def test_no_compiler_at_all(own: dict[str, str], error: str, tmp_path: Path) -> None:
     """The installation fails in a line."""
     environment = without_compilers(tmp_path / "bin") | own
     (source := tmp_path / "source").mkdir()  # setuptools writes build/
@@ -85,7 +85,7 @@ def test_no_compiler_at_all(own: dict[str, str], output: str, tmp_path: Path) ->
     command = [sys.executable, "-W", "ignore", "-c", BLOCKED]
     done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith(output)
+    assert done.stderr.startswith(error)
     assert done.stderr.count("\n") == 1
 
 

@@ -65,7 +65,7 @@ class Counted:
         """Count a step of the engine, drafts included."""
         manifest = read_manifest(engine)
         nextn, passes = manifest.build.nextn, draft_passes(manifest)
-        held, rows = list_weight_groups(engine, self.config), count_row_bytes(manifest)
+        held, rows = sum_weight_bytes(engine, self.config), count_row_bytes(manifest)
         modules = max(1, self.config.num_nextn_predict_layers)
         verified = self.share(batch * (nextn + 1))
         read = held["trunk"] + held["head"] + held["trunk, routed"] * verified
@@ -130,7 +130,7 @@ def draft_passes(manifest: Manifest) -> list[int]:
     return [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
 
 
-def list_weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
+def sum_weight_bytes(engine: Path, config: ModelConfig) -> Counter[str]:
     """Sum the bytes in the weights file by their use in a step."""
     table = find_family_of(config).weight_table(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}

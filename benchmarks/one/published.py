@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from mtpbuild.runtime.contract.manifest import read_manifest
-from one.cost import Counted, as_json, list_weight_groups
+from one.cost import Counted, as_json, sum_weight_bytes
 from one.files import Workshop, on_disk
 from one.report import Aim, Row, over, rate, scaled, table
 from one.run import Run
@@ -204,7 +204,7 @@ class Published:
 def bits(engine: Path, shape: Shape) -> float:
     """Return the mean bits of a stored weight, with scales, without embedding and head."""
     config: Any = shape.config
-    held = list_weight_groups(engine, config)
+    held = sum_weight_bytes(engine, config)
     ends = held.pop("embedding") + held.pop("head")
     assert ends
     own = read_manifest(engine).model.parameters - 2 * config.vocab_size * config.hidden_size

@@ -225,16 +225,18 @@ def suggest_instead_of(name: str, made_from: Sequence[str] = ()) -> str:
     name: of the folder or repository. made_from: the base models that its model card names.
     """
     base_name, recipes = (
-        name_model_at(name),
+        strip_model_name(name),
         {r.repository: r for r in load_recipes() if r.repository},
     )
-    same = [r for r in recipes if r != name and (r in made_from or name_model_at(r) == base_name)]
+    same = [
+        r for r in recipes if r != name and (r in made_from or strip_model_name(r) == base_name)
+    ]
     if same:  # base models first, then the shortest name, as it has no format appended
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"
     return f"; it was made from --model {made_from[0]}" if made_from else ""
 
 
-def name_model_at(name: str) -> str:
+def strip_model_name(name: str) -> str:
     """Strip the owner and the format of the weights from a folder's or repository's name."""
     return FORMAT.sub("", name.rpartition("/")[2]).casefold()

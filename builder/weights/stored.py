@@ -290,7 +290,7 @@ class Checkpoint:
         embeddings, heads = list[int](), list[int]()
         for copy in find_family_of(config).copies(config):
             both = {copy.name, copy.original} <= self.tensors.keys()
-            if not both or self._compare_weights(copy.name, copy.original):
+            if not both or self._are_equal(copy.name, copy.original):
                 continue
             if copy.module is None:
                 raise CheckpointError(
@@ -300,7 +300,7 @@ class Checkpoint:
             (heads if copy.head else embeddings).append(copy.module)
         return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
-    def _compare_weights(self, name: str, other: str) -> bool:
+    def _are_equal(self, name: str, other: str) -> bool:
         """Compare two weights some rows at a time, as an embedding may be large."""
         pairs = zip_longest(self.rows(name), self.rows(other), fillvalue=torch.empty(0))
         return all(torch.equal(one, two) for one, two in pairs)

@@ -94,11 +94,11 @@ class JsonReader:
             self._quote = ""
             self._place = "colon" if self._place == "key" else "comma"
         while self._open:
-            written += self._pop_bracket()
+            written += self._close_innermost()
         self.closed = True
         return written
 
-    def _pop_bracket(self) -> str:
+    def _close_innermost(self) -> str:
         """Write the innermost closing bracket."""
         bracket = self._open.pop()
         before = ""
@@ -143,8 +143,8 @@ class JsonReader:
             return ""
         inner = ""
         while self._open[-1] != char:
-            inner += self._pop_bracket()
-        written = inner + space + self._pop_bracket()
+            inner += self._close_innermost()
+        written = inner + space + self._close_innermost()
         if not self._open:
             self.closed = True
         return written

@@ -147,7 +147,7 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
     cost, engine = benchmark("one.cost"), no_programs
     counted = cost.count(folders["moe"])
-    held = cost.list_weight_groups(engine, counted.config)
+    held = cost.sum_weight_bytes(engine, counted.config)
     assert set(held) == {
         *("embedding", "head", "draft_head", "trunk", "trunk, routed"),
         *("module", "module, routed"),

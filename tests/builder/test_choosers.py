@@ -24,7 +24,7 @@ from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.errors import UsageError
-from tests.support.families import CHOOSERS, find_config_of, make_family, save_family
+from tests.support.families import CHOOSERS, make_config, make_family, save_family
 from tests.support.forced import COUNT, DRAFTS, ROWS, TOKENS
 from tests.support.steps import check_family
 
@@ -41,7 +41,7 @@ def test_a_module_equals_what_is_written_out_here(tmp_path: Path) -> None:
     """It chooses rows for itself; the last tokens, later drafts, attend to those of one before."""
     ours = make_family("glm-5")
     w = load_file(save_family(tmp_path / "m", "glm-5", ours) / "model.safetensors")
-    c, at, T, later = find_config_of("glm-5"), "model.layers.3.", 30, 2
+    c, at, T, later = make_config("glm-5"), "model.layers.3.", 30, 2
     H, n, R, v = (
         c[key]
         for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -161,14 +161,14 @@ def packed_entries(words: int, groups: int, rows: int = 2) -> dict[str, Entry]:
     }  # fmt: skip
 
 
-def find_settings_of(*groups: dict[str, Any]) -> dict[str, Any]:
+def make_settings(*groups: dict[str, Any]) -> dict[str, Any]:
     named = {f"group_{i}": {"targets": ["Linear"], "weights": g} for i, g in enumerate(groups)}
     return {"quant_method": "compressed-tensors", "config_groups": named}
 
 
 def test_odd_widths() -> None:
     """Both packings are told by the words of a row; where they don't tell, it is refused."""
-    output = find_settings_of({"num_bits": 3, "group_size": 32, "symmetric": True})
+    output = make_settings({"num_bits": 3, "group_size": 32, "symmetric": True})
     for words in (dense(32, 3), loose(32, 3)):
         format = find_stored_format("w", packed_entries(words, 1), output)
         assert format is not None
@@ -189,7 +189,7 @@ def test_odd_widths() -> None:
         assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
     assert torch.equal(values[0], (codes - 4) * torch.tensor([[0.5], [2.0]]))
     assert torch.equal(*values)
-    unclear = find_settings_of({"num_bits": 3, "group_size": 24, "symmetric": True})
+    unclear = make_settings({"num_bits": 3, "group_size": 24, "symmetric": True})
     format = find_stored_format("w", packed_entries(dense(24, 3), 1), unclear)
     assert format is not None
     assert dense(24, 3) == loose(24, 3)
@@ -198,7 +198,7 @@ def test_odd_widths() -> None:
 
 def test_columns_in_another_order() -> None:
     """With actorder, weight_g_idx says which group a column belongs to; such are not kept."""
-    output = find_settings_of(
+    output = make_settings(
         {"num_bits": 4, "group_size": 32, "symmetric": True, "actorder": "group"}
     )
     entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
@@ -310,7 +310,7 @@ def test_what_is_not_read_of_modelopt() -> None:
 
 def test_targets_are_asked_where_shapes_do_not_tell() -> None:
     """Two groups by row differ in bits alone: a row's words don't tell how many columns it has."""
-    output = find_settings_of(
+    output = make_settings(
         {"num_bits": 4, "strategy": "channel"}, {"num_bits": 8, "strategy": "channel"}
     )
     output["config_groups"]["group_1"]["targets"] = ["re:.*down_proj"]

@@ -43,7 +43,7 @@ from tests.support.families import (
     FAMILIES,
     HYBRIDS,
     WITH_MODULES,
-    find_config_of,
+    make_config,
     make_family,
     modules_of,
     save_family,
@@ -226,7 +226,7 @@ def test_a_module_of_mimo_equals_what_is_written_out_here(tmp_path: Path) -> Non
     """Its module joins hidden first, from before the final norm, and has Qwen2's block."""
     ours = make_family("mimo")
     w = load_file(save_family(tmp_path / "mimo", "mimo", ours) / "model.safetensors")
-    c, at, T = find_config_of("mimo"), "model.mtp_layers.0.", 20
+    c, at, T = make_config("mimo"), "model.mtp_layers.0.", 20
     H, G, D = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
     tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 61, T + 1))
     before_norm = torch.randn(T, c["hidden_size"])

@@ -15,7 +15,7 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.engines import EngineBuilder
-from tests.support.families import find_config_of, make_family
+from tests.support.families import make_config, make_family
 from tests.support.gguf_files import Array, converted, usual, write_gguf
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import opened
@@ -108,7 +108,7 @@ def test_the_weights_of_an_engine(kind: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_small_engine(build_engine: EngineBuilder, tmp_path: Path) -> None:
     """It says what its file's values say when inputs are rounded to int8, and accepts drafts."""
-    c = find_config_of("qwen3.5", **SMALL)
+    c = make_config("qwen3.5", **SMALL)
     stored = make_family("qwen3.5", **SMALL).state_dict()
     tensors = dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
     path = write_gguf(tmp_path / "small-gguf.gguf", c, tensors, usual(Type.Q8_0))

@@ -34,7 +34,7 @@ from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower
-from tests.support.families import HYBRIDS, find_config_of, make_family, save_family
+from tests.support.families import HYBRIDS, make_config, make_family, save_family
 from tests.support.forced import COUNT, DRAFTS, STATES, TOKENS
 from tests.support.opened import opened
 from tests.support.requests import build_request
@@ -55,7 +55,7 @@ def test_a_module_equals_what_is_written_out_here(tmp_path: Path) -> None:
     """Embedding first, norms of 1 + w, attention with a gate, and its own norm at the end."""
     ours = make_family("qwen3.5-ragged")
     w = load_file(save_family(tmp_path / "m", "qwen3.5-ragged", ours) / "model.safetensors")
-    c, at, T = find_config_of("qwen3.5-ragged"), "mtp.layers.0.", 20
+    c, at, T = make_config("qwen3.5-ragged"), "mtp.layers.0.", 20
     H, G, D, R = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], 4
     tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 61, T))
     hidden = torch.randn(T, c["hidden_size"])

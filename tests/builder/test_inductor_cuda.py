@@ -164,7 +164,7 @@ def test_every_step_equals_recomputation(
 def test_a_step_is_one_graph_and_one_wait(graphs: bool, on_gpu: MakePrograms) -> None:
     programs, manifest, gpu = on_gpu(graphs=graphs)
     assert gpu.captures == (2 * 3 if graphs else 0)  # both programs, for 1, 2 and 3 slots
-    decode = list_slot_operands(programs, "decode")
+    decode = list_slot_counts(programs, "decode")
     before = len(decode)
     engine, waits = Engine(programs, manifest), gpu.waits
     result = engine.generate(prompts(30)[0], replace(GREEDY, max_tokens=12))
@@ -175,7 +175,7 @@ def test_a_step_is_one_graph_and_one_wait(graphs: bool, on_gpu: MakePrograms) ->
     assert gpu.replays == (steps + 1 if graphs else 0)
 
 
-def list_slot_operands(programs: CudaPrograms, name: str) -> list[int]:
+def list_slot_counts(programs: CudaPrograms, name: str) -> list[int]:
     package: object = programs._packages[name]
     assert isinstance(package, EagerPackage)
     return package.slots
@@ -183,7 +183,7 @@ def list_slot_operands(programs: CudaPrograms, name: str) -> list[int]:
 
 def test_slots_that_run_are_computed(on_gpu: MakePrograms) -> None:
     programs, _, _ = on_gpu(0, None)
-    sizes = list_slot_operands(programs, "decode")
+    sizes = list_slot_counts(programs, "decode")
     sizes.clear()
     for slot in range(SLOTS):
         programs.begin(slot, 0, 5 + slot)

@@ -20,7 +20,7 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.contract.manifest import WEIGHTS, check_files, hash_file, read_manifest
-from tests.support.families import find_config_of, make_family
+from tests.support.families import make_config, make_family
 from tests.support.gguf_files import converted, usual, write_gguf
 from tests.support.invoke import invoke
 from tests.support.numbers import played
@@ -55,7 +55,7 @@ def stored(checkpoint: Checkpoint) -> Tensors:
 
 def gguf_trunk(place: Path, head: Tensors | None = None) -> tuple[Path, Path, Path]:
     """Write a Q8_0 trunk, a bf16 head, and both in one safetensors folder."""
-    c, model = find_config_of("qwen3.5", **QWEN), make_family("qwen3.5", **QWEN).state_dict()
+    c, model = make_config("qwen3.5", **QWEN), make_family("qwen3.5", **QWEN).state_dict()
     head = head or {n: t.bfloat16() for n, t in model.items() if n.startswith("mtp.")}
     names = {name for name in model if not name.startswith("mtp.")}
     alone = c | {"mtp_num_hidden_layers": 0}

@@ -256,8 +256,8 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("output", ["default", "module", "inside"])
-def test_a_stream_of_bits(bits: int, group: int, output: str) -> None:
+@pytest.mark.parametrize("place", ["default", "module", "inside"])
+def test_a_stream_of_bits(bits: int, group: int, place: str) -> None:
     """Codes follow each other without spare bits; settings tell bits and group."""
     torch.manual_seed(bits)
     codes = torch.randint(0, 2**bits, (3, 128))
@@ -270,7 +270,7 @@ def test_a_stream_of_bits(bits: int, group: int, output: str) -> None:
     one, other = {"bits": bits, "group_size": group}, {"bits": 4, "group_size": 8}
     rules: dict[str, Any] = {"default": one, "module": {"a": one}, "inside": {"b": one}}
     entries = {name: make_entry(tensor) for name, tensor in own.items()}
-    format = find_stored_format("a.weight", entries, other | rules[output])
+    format = find_stored_format("a.weight", entries, other | rules[place])
     assert format is not None
     assert (format.bits, format.block) == (bits, group)
     parts = {suffix: own[f"a.weight{suffix}"] for suffix in format.suffixes}

@@ -92,7 +92,7 @@ def is_moe(c: dict[str, Any]) -> bool:
     return "n_routed_experts" in c
 
 
-def find_config_of(name: str) -> ModelConfig:
+def load_config_of(name: str) -> ModelConfig:
     return load_config(recipe_of(name).config_folder)
 
 
@@ -207,7 +207,7 @@ def test_kimi_in_fp8() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shapes(name: str) -> None:
-    config, output = find_config_of(name), MODELS[name]
+    config, output = load_config_of(name), MODELS[name]
     family, modules = find_family_of(config), config.num_nextn_predict_layers
     assert family.name == output.family
     assert (config.num_hidden_layers, modules) == (output.layers, int(output.module > 0))
@@ -229,7 +229,7 @@ YARN = {
 
 @pytest.mark.parametrize("name", YARN)
 def test_yarn(name: str) -> None:
-    config = find_config_of(name)
+    config = load_config_of(name)
     assert isinstance(config, DeepseekV3Config)
     frequencies = compute_inverse_frequencies(config.rope, config.qk_rope_head_dim)
     for i, value in YARN[name].items():
@@ -246,7 +246,7 @@ def test_yarn(name: str) -> None:
     ],
 )
 def test_softmax_scale_of_latent_attention(name: str, scale: float) -> None:
-    config = find_config_of(name)
+    config = load_config_of(name)
     assert isinstance(config, DeepseekV3Config)
     assert softmax_scale(config.rope, config.qk_head_dim) == pytest.approx(scale, rel=5e-7)
     assert config.rope_interleave
@@ -254,13 +254,13 @@ def test_softmax_scale_of_latent_attention(name: str, scale: float) -> None:
 
 
 def test_kimi_with_the_longer_context() -> None:
-    config = find_config_of("kimi-k2-instruct")
+    config = load_config_of("kimi-k2-instruct")
     assert softmax_scale(replace(config.rope, factor=64.0), 192) == pytest.approx(0.1446796)
 
 
 @pytest.mark.parametrize("name", ["glm-4.5-air", "glm-4.5", "glm-4.6", "glm-4.7", "mimo-7b-rl"])
 def test_grouped_attention(name: str) -> None:
-    config = find_config_of(name)
+    config = load_config_of(name)
     assert isinstance(config, Glm4MoeConfig | MimoConfig)
     assert softmax_scale(config.rope, config.head_dim) == pytest.approx(128**-0.5)
     assert config.rotary_dim == (128 if name == "mimo-7b-rl" else 64)
@@ -284,7 +284,7 @@ def test_a_checkpoint_of_holes(name: str, tensors: int, tmp_path: Path) -> None:
     numbers = dict(re.findall(r"^(.+): ([\d,]+) parameters, ", told, re.M))
     assert {part: int(n.replace(",", "")) for part, n in numbers.items()} == wanted
     opened = open_checkpoint(out)
-    config = find_config_of(name)
+    config = load_config_of(name)
     opened.check(config)
     assert len(opened.tensors) == tensors
     same = find_family_of(config).duplicates(config)

@@ -158,7 +158,7 @@ def test_steps_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "output"),
+    ("steps", "error"),
     [
         ("Nrm 0 1 > 2", "no operator Nrm"),
         ("Chain 0 1 > 2", "no operator Chain"),
@@ -178,8 +178,8 @@ def test_steps_as_text() -> None:
         ("Norm 0 1 epsilon=1", "no value epsilon=1"),
     ],
 )
-def test_damaged_steps(steps: str, output: str) -> None:
-    with pytest.raises(Exception, match=f"mtpbuild .*{output}|{output}"):
+def test_damaged_steps(steps: str, error: str) -> None:
+    with pytest.raises(Exception, match=f"mtpbuild .*{error}|{error}"):
         one(steps)
 
 

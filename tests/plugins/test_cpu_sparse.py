@@ -119,7 +119,7 @@ def test_keys(interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check_refused("", "IndexKeys", given | {"bias": given["bias"][1:]}, (np.float32,), **how)
 
 
-def find_positions(
+def make_rows(
     rng: np.random.Generator, B: int, T: int, S: int, count: int
 ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int64]]:
     """Rows wider than a query's 20 numbers, and positions that were chosen among them."""
@@ -144,7 +144,7 @@ def find_positions(
 def test_attention(B: int, T: int, S: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is attention over the chosen rows side by side, as if there were no others."""
     rng, H, C, latent = np.random.default_rng(S), 18, 20, 16
-    rows, chosen = find_positions(rng, B, T, S, count)
+    rows, chosen = make_rows(rng, B, T, S, count)
     q = rng.standard_normal((B, H, T, C), np.float32)
     how = {"scale": 0.2, "groups": 1, "values": 0, "latent": latent, "written": 0}
     given = {"q": q, **rows, "chosen": chosen}
@@ -173,7 +173,7 @@ def test_attention(B: int, T: int, S: int, count: int, monkeypatch: pytest.Monke
 
 def test_attention_to_all_rows_is_the_usual_one() -> None:
     rng = np.random.default_rng(1)
-    rows, _ = find_positions(rng, 1, 4, 900, 1)
+    rows, _ = make_rows(rng, 1, 4, 900, 1)
     chosen = np.full((1, 4, 910), -1)
     for t in range(4):
         seen = int(rows["base"][0]) + t + 1
@@ -188,7 +188,7 @@ def test_attention_to_all_rows_is_the_usual_one() -> None:
 def test_latent_attention_to_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(2)
     H, n, latent, half, v, B, T = 3, 6, 16, 2, 10, 2, 3
-    rows, chosen = find_positions(rng, B, T, 30, 7)
+    rows, chosen = make_rows(rng, B, T, 30, 7)
     uk, uv = (
         pack_floats(torch.from_numpy(rng.standard_normal(shape).astype(np.float32))).numpy()
         for shape in ((H, n, latent), (H, latent, v))

@@ -88,11 +88,11 @@ def test_a_load_is_a_use(engines: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "output"),
+    ("seconds", "expected"),
     [(5, "now"), (60, "1 minute ago"), (3 * 3600, "3 hours ago"), (200_000, "2 days ago")],
 )
-def test_how_long_ago(seconds: int, output: str) -> None:
-    assert describe_time(1000, now=1000 + seconds) == output
+def test_how_long_ago(seconds: int, expected: str) -> None:
+    assert describe_time(1000, now=1000 + seconds) == expected
 
 
 def test_a_name_is_looked_up(engines: Path) -> None:

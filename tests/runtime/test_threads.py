@@ -47,10 +47,12 @@ def test_a_thread_for_each_core(
 
 
 @pytest.mark.parametrize(
-    ("output", "limit"), [("1", 1), ("1000", 1000), ("many", 1000), ("", 1000)]
+    ("setting", "limit"), [("1", 1), ("1000", 1000), ("many", 1000), ("", 1000)]
 )
-def test_a_limit_that_others_obey(monkeypatch: pytest.MonkeyPatch, output: str, limit: int) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", output)
+def test_a_limit_that_others_obey(
+    monkeypatch: pytest.MonkeyPatch, setting: str, limit: int
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert choose_default_threads() == min(count_physical_cores(), limit)
 
 

@@ -142,7 +142,7 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
 
     Trunk and modules both know it, so natural drafts are accepted often, but not always.
     """
-    raw = find_config_of(name, **overrides)
+    raw = make_config(name, **overrides)
     family = find_family(raw)
     torch.manual_seed(seed)
     model = family.reference(family.parse_config(raw)).eval()
@@ -181,10 +181,10 @@ def spread(model: PlainCausalLM) -> None:
         joined.weight[:, half : half + c.hidden_size] += torch.eye(c.hidden_size)
 
 
-def find_config_of(name: str, **overrides: Any) -> dict[str, Any]:
+def make_config(name: str, **overrides: Any) -> dict[str, Any]:
     return without_nulls(FAMILIES[name] | overrides)
 
 
 def save_family(folder: Path, name: str, model: PlainCausalLM, **overrides: Any) -> Path:
     """Write a checkpoint as the family's repositories have it."""
-    return write_checkpoint(folder, find_config_of(name, **overrides), model)
+    return write_checkpoint(folder, make_config(name, **overrides), model)

@@ -15,7 +15,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.stored import Checkpoint
-from tests.support.families import find_config_of, make_family
+from tests.support.families import make_config, make_family
 
 # Rows are whole blocks of 32.
 SMALL: dict[str, dict[str, Any]] = {
@@ -234,7 +234,7 @@ def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
 
 
 def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
-    c = find_config_of(name, **overrides)
+    c = make_config(name, **overrides)
     stored = make_family(name, **overrides).state_dict()
     return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
 
@@ -319,7 +319,7 @@ def write_wide(path: Path, kind: str) -> Path:
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 8,
         "tie_word_embeddings": False, "num_hidden_layers": 2, "full_attention_interval": 2,
     }  # fmt: skip
-    c, stored = find_config_of("qwen3.5", **wide), make_family("qwen3.5", **wide).state_dict()
+    c, stored = make_config("qwen3.5", **wide), make_family("qwen3.5", **wide).state_dict()
     tensors = dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
     return write_gguf(path, c, tensors, usual(Type[kind]))
 

@@ -16,7 +16,7 @@ from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
-from tests.support.families import find_config_of, make_family
+from tests.support.families import make_config, make_family
 from tests.support.gguf_files import (
     OTHERS,
     SMALL,
@@ -77,7 +77,7 @@ def by_formulas(
             module = name.removesuffix("weight")
             tensors |= {module + end: part.contiguous() for end, part in parts.items()}
         place.mkdir(parents=True)
-        config = find_config_of(family, **sizes) | {"quantization_config": settings}
+        config = make_config(family, **sizes) | {"quantization_config": settings}
         (place / "config.json").write_text(json.dumps(config))
         save_file(tensors, place / SINGLE)
 
@@ -95,7 +95,7 @@ def by_gguf(family: str, kind: str) -> Write:
     sizes = SMALL.get(family) or OTHERS[family]
 
     def write(place: Path) -> Written:
-        c, stored = find_config_of(family, **sizes), make_family(family, **sizes).state_dict()
+        c, stored = make_config(family, **sizes), make_family(family, **sizes).state_dict()
         tensors = dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
         path = write_gguf(place.with_suffix(".gguf"), c, tensors, usual(Type[kind]))
         folder = find_model(str(path)).folder

@@ -28,6 +28,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "servers": ("runtime/*", "server/*"),
     "cpu-kernels": ("plugins/test_cpu_*", "*/test_hostile_engine.py"),
     "exact": ("*/test_exact_*", "*/test_pool_conversations.py"),
+    "ptx": ("plugins/test_ptx*",),
     "gpu-kernels": ("plugins/test_[!c]*", "*/test_gpu_graph.py"),
     "cross-cuda": ("*/test_cross_cuda.py",),
     "tensorrt": ("*/test_*tensorrt*",),

@@ -21,7 +21,7 @@ from generate import continuations
 from model import TrainedModel
 from muon import Optimizer
 from threads import Threads
-from train import State, Trainer, average, join_processes, processes, rows, save, split_parts
+from train import State, Trainer, average, join_processes, list_parts, processes, rows, save
 
 # The teacher's logits are multiplied by this, because acceptance depends on its argmax alone.
 SHARPNESS = 2.0
@@ -149,7 +149,7 @@ def loop(
         if progress >= 1:
             return state
         threads.adjust()
-        for kind, (count, length) in split_parts(phase, state.step).items():
+        for kind, (count, length) in list_parts(phase, state.step).items():
             batch = make_batch(code, chats, count, length, float(kind == "code"))
             found[kind] = distiller.backward(batch, length, 0.5)
             state.seen += count * length * processes()

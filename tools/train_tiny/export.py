@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from families import name_model_at
+from families import find_trained_model
 from model import Block, Model, MoE, MTPModule, Shape, TrainedModel
 from qwen import QwenModel
 from qwen_export import qwen_config, qwen_shape, qwen_views
@@ -22,7 +22,7 @@ from tokenizer import BOS_ID, EOS_ID
 def load_model(path: Path) -> TrainedModel:
     """Load the model from a checkpoint written by train.py or distill.py."""
     stored = torch.load(path, map_location="cpu")
-    model = name_model_at(stored["shape"])
+    model = find_trained_model(stored["shape"])
     model.load_state_dict(stored["model"])
     return model.eval()
 

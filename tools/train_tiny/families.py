@@ -60,7 +60,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def name_model_at(values: dict[str, Any]) -> TrainedModel:
+def find_trained_model(values: dict[str, Any]) -> TrainedModel:
     """Return the model whose shape has these values, as a checkpoint stores them."""
     for family in FAMILIES.values():
         if values.keys() == vars(family.shape).keys():

@@ -198,7 +198,7 @@ def loop(
     while (progress := progress_of(args, state)) < 1:
         threads.adjust()
         phase = next(p for p in args.phases if progress < p.end)
-        for kind, (count, length) in split_parts(phase, state.step).items():
+        for kind, (count, length) in list_parts(phase, state.step).items():
             batch = make_batch(code, chats, count, length, float(kind == "code"))
             with eager_if(length > LONGEST_COMPILED):
                 found[kind] = trainer.backward(batch, length, phase.mtp, 0.5)
@@ -223,7 +223,7 @@ def loop(
         save(checkpoint, trainer, optimizer, state)
 
 
-def split_parts(phase: Phase, step: int) -> dict[str, tuple[int, int]]:
+def list_parts(phase: Phase, step: int) -> dict[str, tuple[int, int]]:
     """Return the (rows, length) of a step's code, if it has any, and of its problems."""
     parts = {"reasoning": phase.chat}
     if phase.long_every and step % phase.long_every == 0:

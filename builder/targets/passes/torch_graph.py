@@ -44,7 +44,7 @@ def _reshape(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (operand, sizes), {}
 
 
-def _find_sorted_input(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_topk_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the `topk` that is equal to a stable sort of the last axis.
 
     ONNX's TopK is stable: among equal values it takes the lowest index first.
@@ -65,7 +65,7 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.to.dtype: (aten._to_copy.default, lambda node: (node.args[:1], {"dtype": node.args[1]})),
     aten.flatten.using_ints: (aten.reshape.default, _reshape),
     aten.unflatten.int: (aten.reshape.default, _reshape),
-    aten.sort.stable: (aten.topk.default, _find_sorted_input),
+    aten.sort.stable: (aten.topk.default, _make_topk_arguments),
 }
 
 
