@@ -24,13 +24,11 @@ from typing import Any
 from one.adaptive import Adaptive
 from one.contexts import Contexts
 from one.machine import machine_of, measure_machine
-from one.pages import Pages
 from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
 from one.section import Found, Section
 from one.shapes import DENSE, HYBRIDS, MOE
-from one.small_moe import SmallMoE
 from rich.console import Console
 from rich.table import Table
 from script import PEERS, run
@@ -48,13 +46,10 @@ SECTIONS: dict[str, Section] = {
     "moe": Published(MOE, 1, (0.85,), reduced_gain=1.3, gain=1.15, disk=6.8),
     # The first draft is accepted with probability 0.85, then the second one with 0.7.
     "dense": Published(DENSE, 2, (0.85, 0.85 * 0.7), reduced_gain=1.6),
-    "small-moe": SmallMoE(),
     "contexts": Contexts(MOE),
     "contexts-dense": Contexts(DENSE),
     "prompts": Prompts(),
     "adaptive": Adaptive(),
-    "pages": Pages(MOE),
-    "pages-dense": Pages(DENSE),
     "hybrid": hybrid(HYBRIDS[0], 3),
     "hybrid-4b": hybrid(HYBRIDS[1], 2),
     "hybrid-9b": hybrid(HYBRIDS[2], 2),

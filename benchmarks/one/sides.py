@@ -31,8 +31,8 @@ class Side:
     """An engine of ours or a GGUF file, and the asks for it, by name.
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
-    the MTP module of its file. huge_pages: where our side keeps the weights. caches: llama.cpp's
-    type of keys and values, "f16" or "q8_0"; with the latter it uses its flash attention.
+    the MTP module of its file. caches: llama.cpp's type of keys and
+    values, "f16" or "q8_0"; with the latter it uses its flash attention.
     """
 
     name: str
@@ -42,7 +42,6 @@ class Side:
     vocabulary: int
     rows: int = 2048
     drafts: int = 0
-    huge_pages: bool = False
     caches: str = "f16"
 
     @property
@@ -55,8 +54,7 @@ class Side:
         """Return answers by name; "first" has the seconds from start to first token."""
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
-        job |= {"vocabulary": self.vocabulary, "drafts": self.drafts}
-        job |= {"huge_pages": self.huge_pages, "caches": self.caches}
+        job |= {"vocabulary": self.vocabulary, "drafts": self.drafts, "caches": self.caches}
         command = [str(self.python), self.script, json.dumps(job)]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}
@@ -68,10 +66,8 @@ class Side:
         return found | ({"error": {"message": process.error}} if process.error else {})
 
 
-def ours(
-    name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int, *, huge_pages: bool = False
-) -> Side:
-    return Side(name, Path(sys.executable), engine, asks, vocabulary, huge_pages=huge_pages)
+def ours(name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int) -> Side:
+    return Side(name, Path(sys.executable), engine, asks, vocabulary)
 
 
 def decode(

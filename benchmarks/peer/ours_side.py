@@ -85,8 +85,7 @@ class FixedNextn(StepLauncher):
 class Ours:
     def __init__(self, job: Ask) -> None:
         self.vocabulary = job["vocabulary"]
-        how = {"threads": job["threads"], "huge_pages": job["huge_pages"]}
-        self.engine = Engine.load(job["path"], prefix_cache=False, **how)
+        self.engine = Engine.load(job["path"], prefix_cache=False, threads=job["threads"])
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype != "bfloat16"]
         # This name is not public; `loop_overhead.py` uses it too.

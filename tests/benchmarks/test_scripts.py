@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from mtpbuild.runtime import EngineError, RequestMetrics, Result, SpeculativeDecoding
 from tests.support.scripts import BENCHMARKS, benchmark
 
 PEER = """
@@ -118,25 +117,9 @@ def test_what_got_worse() -> None:
     assert ">= 2.2" in text(grid)
 
 
-def test_a_steps_bound_counts_what_a_step_reads() -> None:
-    roofline = benchmark("roofline")
-    gpu = roofline.GpuSpec("", 0.0, 1e9, {"bf16": 1e9})
-    _, parts = roofline.bound("deepseek-tiny", 0, 100, measure=lambda step_bytes: gpu)
-    found = {part.name: part for part in parts}
-    assert found["caches"].bytes == 4 * 100 * 20 * 80  # rows, layers, latent and rotary part
-    assert found["head"].bytes == 4 * 2048 * 192
-    assert found["experts"].bytes == pytest.approx(4 * 2 * 2 * 3 * 64 * 192)  # 2 layers, 2 of 8
-    assert all(part.seconds == max(part.bytes, part.operations) / 1e9 for part in parts)
-    shown = roofline.row("n0", gpu, parts, 2 * sum(part.seconds for part in parts))
-    assert shown[-1] == "2.00"
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        "acceptance",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("loop_overhead", "roofline")),
-    ],
+    ["acceptance", pytest.param("loop_overhead", marks=pytest.mark.full)],
 )
 def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), str(tmp_path / "none")]
@@ -145,21 +128,3 @@ def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "no such engine directory" in line
-
-
-def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    structured = benchmark("structured")
-
-    def result(tokens: list[int], forced: int, steps: int) -> Result:
-        drafting = SpeculativeDecoding(2.0, None, [], [], steps, 0, 0, 3)
-        metrics = RequestMetrics(1, len(tokens), 0.1, 0.1, 9.0, drafting, forced_tokens=forced)
-        return Result("", tokens, [], "stop", metrics, None)
-
-    paths = [tmp_path / "n0", tmp_path / "n3"]
-    output = [[result([1, 2, 3, 4], 0, 4)], [result([1, 2, 3, 4], 1, 2)]]
-    structured.report(paths, [2.0, 1.0], output)
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["n3", "4", "2.00", "2.00", "25%"] in shown
-    output[1][0].token_ids[0] = 9
-    with pytest.raises(EngineError, match="n3 gives another text than"):
-        structured.report(paths, [2.0, 1.0], output)
