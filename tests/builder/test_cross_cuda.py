@@ -134,15 +134,13 @@ def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: P
 @OTHER_WORKER
 @pytest.mark.parametrize("format", FORMATS)
 def test_calls_of_a_step(format: str, headers: Path, tmp_path: Path) -> None:
-    """A rank of eight of R1, nextn 3: what layers add to a step, and what a dry run says of it."""
+    """A rank of eight of R1, nextn 3: what layers add to a step."""
     steps = "step of 1+1,step of 2+1,step of 1+2" + (f" in {format}" if format else "")
     one, dense, moe = compiled(tmp_path, "--kernels-only", f"r1/{steps}/sm90/bfloat16")
     layers = dense.calls - one.calls, moe.calls - one.calls
     step = one.calls + 2 * layers[0] + 57 * layers[1]  # 3 dense layers and 58
     for calls, most in zip((*layers, one.calls, step), OF_A_STEP[format], strict=True):
         assert calls <= most
-    assert (dense.foreseen - one.foreseen, moe.foreseen - one.foreseen) == layers
-    assert abs(one.foreseen - one.calls) <= 10, "one in a hundred of a whole step"
     for more in (dense, moe):
         assert more.collectives == one.collectives + 2
     assert not [name for name in one.kernels if "kv_write" in name or "clone" in name]

@@ -148,12 +148,10 @@ def test_a_rank_for_tensorrt(
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
     held = rf"weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
-    assert re.search(rf"each rank: {held} [\d.]+ kB of weights; a step: about ", out)
-    output = re.search(r"about ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) of other", out)
-    assert output is not None
-    launches, *kinds = (int(number) for number in output.groups())
-    assert launches == sum(kinds)
-    assert f"fused), {calls} collectives of " in out
+    step = r"[1-9]\d* products, [1-9]\d* ops of ours, [1-9]\d* others"
+    assert re.search(
+        rf"each rank: {held} [\d.]+ kB of weights; a step: {step}, {calls} collectives of ", out
+    )
     lacks = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()

@@ -53,7 +53,6 @@ class Compiled:
     isa: str = ""  # instruction set of the host's code
     fresh: list[str] = field(default_factory=list)  # kernels that Triton compiled
     known: list[str] = field(default_factory=list)  # kernels that it found compiled
-    foreseen: int = 0  # launches of a step that a dry run predicts
 
     @property
     def collectives(self) -> int:
@@ -193,7 +192,6 @@ def main(folder: Path, *cases: str) -> None:
     from torch._inductor.codecache import AotCodeCompiler
     from triton import knobs
 
-    from mtpbuild.builder.compiler.step_counts import count_step_calls
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
     from mtpbuild.builder.weights.placed import ByteRange
@@ -221,8 +219,8 @@ def main(folder: Path, *cases: str) -> None:
     torch._inductor.aot_compile = keep
     knobs.compilation.listener = listen
 
-    def tell(case: str, path: Path, foreseen: int = 0) -> None:
-        found = Compiled(case, path.stem, foreseen=foreseen)
+    def tell(case: str, path: Path) -> None:
+        found = Compiled(case, path.stem)
         count_calls(wrappers.pop(0), found)
         found.fresh = sorted(name for name, hit in triton if not hit)
         found.known = sorted(name for name, hit in triton if hit)
@@ -250,13 +248,12 @@ def main(folder: Path, *cases: str) -> None:
                 weights = {name.removeprefix("model."): ByteRange(0, 0) for name in names}
                 triton.clear()
                 traced, path = TARGET.trace(program, plan), place / f"{program.name}.pt2"
-                foreseen = count_step_calls(traced).launches
                 try:
                     TARGET.lower(traced, weights, place)
                 except Exception:
                     if not kernels_only or not wrappers:
                         raise
-                tell(case, path, foreseen)
+                tell(case, path)
     assert not torch.cuda.is_available(), "what was pretended is undone"
 
 
