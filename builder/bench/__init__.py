@@ -1,1 +1,0 @@
-"""`mtpbuild bench`: measures the speed of each nextn and recommends one."""

@@ -1,1 +1,0 @@
-"""Hugging Face checkpoints: which files they have, and whether a build can read them."""

@@ -1,1 +1,0 @@
-"""A build, from a request to engine directories, and what else makes or changes engines."""

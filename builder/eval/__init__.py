@@ -1,1 +1,0 @@
-"""`mtpbuild eval`: measures how many correct answers a looser acceptance costs, and its speed."""

@@ -1,1 +1,0 @@
-"""GGUF files as checkpoints: their tensors under Hugging Face's names, their keys as its files."""

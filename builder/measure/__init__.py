@@ -1,1 +1,0 @@
-"""What the commands that measure engines share: prompts, runs of requests, statistics."""

@@ -1,1 +1,0 @@
-"""Code that families share: layers, number formats inside the model, splitting among ranks."""

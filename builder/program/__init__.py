@@ -1,1 +1,0 @@
-"""The programs of an engine: the step with its drafting and acceptance, prefill, their export."""

@@ -1,1 +1,0 @@
-"""`mtpbuild verify`: checks that an engine's text is its model's, whatever it drafts."""

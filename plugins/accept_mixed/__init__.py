@@ -1,1 +1,0 @@
-"""Acceptance of drafts and sampling of tokens, with a mode per slot."""

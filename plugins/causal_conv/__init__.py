@@ -1,1 +1,0 @@
-"""A causal depthwise convolution, whose state is the last inputs of each channel."""

@@ -1,1 +1,0 @@
-"""The CPU's kernels: C++ sources, the layout of their weights, and their operators in ONNX."""

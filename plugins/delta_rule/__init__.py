@@ -1,1 +1,0 @@
-"""The gated delta rule: a state matrix per head, which each token decays and corrects."""

@@ -1,1 +1,0 @@
-"""Look-up of rows of an int8 embedding, or of a head's weight."""

@@ -1,1 +1,0 @@
-"""Routed experts with float weights, for the CPU."""

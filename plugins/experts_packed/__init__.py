@@ -1,1 +1,0 @@
-"""Routed experts with weights that are packed for the CPU's kernels."""

@@ -1,1 +1,0 @@
-"""Grouped-query attention of several query tokens over cache rows of keys and values."""

@@ -1,1 +1,0 @@
-"""Writing of a step's rows into a cache, in place if the target can."""

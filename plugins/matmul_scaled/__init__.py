@@ -1,1 +1,0 @@
-"""Products with fp8 and nvfp4 weights, which stay quantised in memory."""

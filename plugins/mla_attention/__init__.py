@@ -1,1 +1,0 @@
-"""Latent attention (MLA) of several query tokens over a latent cache, in the absorbed form."""

@@ -1,1 +1,0 @@
-"""Latent attention's per-head projections, before and after the attention itself."""

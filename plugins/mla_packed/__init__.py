@@ -1,1 +1,0 @@
-"""Latent attention with its per-head projections, packed for the CPU's kernels."""

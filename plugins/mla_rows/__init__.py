@@ -1,1 +1,0 @@
-"""Latent attention's work between its first two products: norms, rotation, cache rows."""

@@ -1,1 +1,0 @@
-"""Routed experts for the few tokens of a step; for GPU targets only (no ONNX facet)."""

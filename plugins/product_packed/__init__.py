@@ -1,1 +1,0 @@
-"""Products with weights that are packed for the CPU's kernels."""

@@ -1,1 +1,0 @@
-"""The positions of a pass's tokens: rotary angles, and the cache rows that are seen and written."""

@@ -1,1 +1,0 @@
-"""The distribution that a request samples from, and drawing a token from it."""

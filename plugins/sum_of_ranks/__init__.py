@@ -1,1 +1,0 @@
-"""All-reduce between ranks in one launch, which reads the other GPUs' memory."""

@@ -1,1 +1,0 @@
-"""Selection of consecutive rows of each slot."""

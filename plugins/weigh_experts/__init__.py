@@ -1,1 +1,0 @@
-"""Weighting of the outputs of all experts, where all of them are computed."""

@@ -1,1 +1,0 @@
-"""The commands `run`, `inspect` and `diff`, and what all commands share: flags and output."""

@@ -1,1 +1,0 @@
-"""Settings from flags and files, with the keys of vLLM and TensorRT-LLM."""

@@ -1,1 +1,0 @@
-"""The contract between builder and runtime: states, controls, programs and manifest. No torch."""

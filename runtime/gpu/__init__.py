@@ -1,1 +1,0 @@
-"""Calls of CUDA's driver, with torch and without."""

@@ -1,1 +1,0 @@
-"""The processes of a multi-rank engine: starting them, connecting them, shutting down."""

@@ -1,1 +1,0 @@
-"""The prefix cache: rows of earlier prompts, in memory and files, for prompts that begin alike."""

@@ -1,1 +1,0 @@
-"""A request: its controls, its slot, its figures, and the scheduler that gives slots."""

@@ -1,1 +1,0 @@
-"""Text to tokens and back: the tokenizer, chat templates, and the split of thought and answer."""

@@ -1,1 +1,0 @@
-"""Traces of the steps of requests, their HTML page, and their comparison."""
