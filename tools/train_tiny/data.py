@@ -108,16 +108,6 @@ class Batch:
     document: Tensor  # [B, T + EXTRA] int64
     scored: Tensor  # [B, T + EXTRA] bool
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(x.to(device) for x in (self.tokens, self.document, self.scored)))
-
-    def mask(self, length: int) -> Tensor:
-        """Return an additive attention mask [B, 1, T, T]: causal, within a document."""
-        document = self.document[:, :length]
-        same = document[:, :, None] == document[:, None, :]
-        seen = same & torch.ones(length, length, dtype=torch.bool, device=same.device).tril()
-        return torch.where(seen, 0.0, -1e9).unsqueeze(1)
-
     def targets(self, offset: int, length: int) -> Tensor:
         """Return the targets [B, T] `offset` slots ahead; -100 if unscored or across documents."""
         ahead = slice(offset, length + offset)

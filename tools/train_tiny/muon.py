@@ -1,11 +1,12 @@
 """Optimises matrices with Muon and the rest with AdamW, with one learning-rate factor for both."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+BY_ADAM = ("embed_tokens.weight", "lm_head.weight", "gate.weight")  # ends and routers
 
 
 def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
@@ -23,14 +24,15 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """An optimiser that uses Muon for parameters with `blocks`, which are stacks of matrices."""
+    """An optimiser that uses Muon for products, and AdamW for norms, routers, ends and the rest."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], muon_lr: float, adam_lr: float) -> None:
-        trained = [p for p in parameters if p.requires_grad]
-        self.matrices = [p for p in trained if hasattr(p, "blocks")]
-        rest = [p for p in trained if not hasattr(p, "blocks")]
+    def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float) -> None:
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        matrices = {n for n, p in trained.items() if p.ndim == 2 and not n.endswith(BY_ADAM)}
+        self.matrices = [trained[name] for name in trained if name in matrices]
         self.momentum = [torch.zeros_like(p) for p in self.matrices]
         self.muon_lr, self.adam_lr, self.decay, self.beta = muon_lr, adam_lr, 0.02, 0.95
+        rest = [weight for name, weight in trained.items() if name not in matrices]
         self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
 
     @torch.no_grad()
@@ -41,26 +43,22 @@ class Optimizer:
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for p, momentum in zip(self.matrices, self.momentum, strict=True):
-            if p.grad is None:
+        for weight, momentum in zip(self.matrices, self.momentum, strict=True):
+            if weight.grad is None:
                 continue
-            momentum.lerp_(p.grad, 1 - self.beta)
-            update = p.grad.lerp_(momentum, self.beta)
-            p.mul_(1 - self.muon_lr * factor * self.decay)
-            parts = zip(torch.split(p, p.blocks), torch.split(update, p.blocks), strict=True)
-            for weight, change in parts:
-                by_shape[weight.shape].append((weight, change))
+            momentum.lerp_(weight.grad, 1 - self.beta)
+            weight.mul_(1 - self.muon_lr * factor * self.decay)
+            by_shape[weight.shape].append((weight, weight.grad.lerp_(momentum, self.beta)))
+            weight.grad = None
         for shape, pairs in by_shape.items():
             directions = orthogonal(torch.stack([change for _, change in pairs]))
             scale = self.muon_lr * factor * max(1.0, shape[0] / shape[1]) ** 0.5
             torch._foreach_add_([w for w, _ in pairs], list(directions.unbind()), alpha=-scale)
-        for p in self.matrices:
-            p.grad = None
 
     def state(self) -> dict[str, Any]:
         return {"adam": self.adam.state_dict(), "momentum": self.momentum}
 
     def load(self, state: dict[str, Any]) -> None:
         self.adam.load_state_dict(state["adam"])
-        for mine, stored in zip(self.momentum, state["momentum"], strict=True):
-            mine.copy_(stored)
+        for momentum, stored in zip(self.momentum, state["momentum"], strict=True):
+            momentum.copy_(stored)

@@ -1,21 +1,31 @@
-"""Trains trunk and MTP modules within a wall-clock budget; it can resume, and logs JSON lines."""
+"""Trains a model of any family with its MTP modules, by its plain model; it can resume.
+
+    python tools/train_tiny/train.py recipes/deepseek_tiny --out runs/tiny --seconds 5900
+    python tools/train_tiny/train.py recipes/deepseek_tiny --out runs/tiny --modules --seconds 600
+
+The first folder has config.json and the tokenizer; without a tokenizer one is trained. --out gets a
+checkpoint that `mtpbuild build` takes, and a log of JSON lines. With --modules the trunk stays as
+an earlier run left it, and the modules learn its predictions.
+"""
 
 import argparse
 import json
+import math
 import os
 import random
+import shutil
 import time
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 import tokenizer as tokens
 from data import (
@@ -29,117 +39,211 @@ from data import (
     read,
     reasoning_documents,
 )
-from families import FAMILIES, Phase
-from model import TrainedModel
+from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainRouter
+from mtpbuild.builder.models.qwen3_5.reference import PlainUnitRMSNorm
+from mtpbuild.builder.tune.chains import run_chain
 from muon import Optimizer
 from problems import training_problems
-from threads import Threads
 
 MTP_WEIGHT = 0.5  # of the modules' mean loss; 0.3 in DeepSeek-V3, but here acceptance counts more
 BALANCE_RATE = 0.001
-LONGEST_COMPILED = 1024
-SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
+# The trunk's logits are multiplied by this, because acceptance depends on its first choice alone.
+SHARPNESS = 2.0
+EAGLE_DRAFTS, EAGLE_WEIGHT = 3, 0.7  # drafts that module 1 makes alone; the weight of their loss
+SAVE_SECONDS = 240
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross-entropy over the valid targets."""
-    logits = F.linear(hidden, head).flatten(0, 1).float()
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+@dataclass(frozen=True)
+class Phase:
+    """A phase up to share `end` of the budget; code and chat are (rows, length) of each step."""
+
+    end: float
+    code: tuple[int, int]
+    chat: tuple[int, int]
+    mtp: bool = True
 
 
-class Trainer:
-    """A model and its loss function, both compiled if wanted; computes losses and gradients."""
+PHASES = (
+    Phase(0.45, (8, 256), (8, 256), mtp=False),
+    Phase(0.75, (8, 256), (8, 256)),
+    Phase(0.92, (4, 512), (8, 256)),
+    Phase(1.00, (2, 512), (14, 256)),
+)
+MODULES = (Phase(1.00, (4, 512), (8, 256)),)
+SMALL = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256)))
 
-    def __init__(self, model: TrainedModel, device: str, dtype: str, compiled: bool) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        self.model = model.to(self.device)
-        self.loss = cross_entropy
-        if compiled:
-            torch._dynamo.config.recompile_limit = 64
-            torch._inductor.config.cpp.dynamic_threads = True
-            for layer in [*self.model.layers, *(m.block for m in self.model.mtp)]:
-                layer.compile(dynamic=False)
-            self.loss = torch.compile(cross_entropy, dynamic=False)
 
-    def autocast(self) -> Any:
-        if self.dtype == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+def initialise(plain: PlainCausalLM) -> None:
+    """Draw the first weights; products that end a branch are smaller in deeper models."""
+    c = plain.config
+    std, branches = 0.5 * c.hidden_size**-0.5, math.sqrt(2 * c.num_hidden_layers)
+    deviations = dict.fromkeys(("o_proj", "out_proj", "down_proj"), std / branches)
+    deviations |= dict.fromkeys(("eh_proj", "fc"), 2 * std)
+    deviations |= {"embed_tokens": 0.5, "lm_head": 0.02, "gate": 0.02}
+    for name, weight in plain.named_parameters():
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        if weight.ndim == 2:
+            nn.init.normal_(weight, std=deviations.get(last, std))
+        elif last == "A_log":
+            nn.init.constant_(weight, math.log(4))
+        elif last == "dt_bias":  # the inverse of softplus of the steps
+            steps = torch.logspace(math.log10(0.0005), math.log10(0.125), len(weight))
+            weight.data = steps.expm1().log()
+        elif last == "conv1d":  # the newest input passes
+            nn.init.normal_(weight, std=0.2)
+            weight.data[..., -1] += 1
+    for part in plain.modules():
+        if isinstance(part, PlainUnitRMSNorm):
+            nn.init.zeros_(part.weight)
 
-    def losses(self, batch: Batch, length: int, mtp: bool) -> tuple[list[Tensor], list[int]]:
-        """Return the summed losses of the trunk and of each module, and the targets of each."""
-        batch = batch.to(self.device)
-        model, mask = self.model, batch.mask(length)
-        with self.autocast():
-            hidden = model.trunk(batch.tokens[:, :length], mask)
-            hiddens = [hidden]
-            for k in range(len(model.mtp) if mtp else 0):
-                following = batch.tokens[:, k + 1 : length + k + 1]
-                hiddens.append(model.draft(k, hiddens[-1], following, mask))
-            targets = [batch.targets(k + 1, length) for k in range(len(hiddens))]
-            sums = [self.loss(h, model.head, t) for h, t in zip(hiddens, targets, strict=True)]
-        return sums, [int((t >= 0).sum()) for t in targets]
 
-    def backward(self, batch: Batch, length: int, mtp: bool, share: float) -> list[float]:
-        """Add `share` of the batch's mean loss to the gradients; return modules' mean losses."""
-        sums, counts = self.losses(batch, length, mtp)
-        means = [s / max(1, n) for s, n in zip(sums, counts, strict=True)]
-        extra = sum(means[1:], torch.zeros_like(means[0])) * MTP_WEIGHT / max(1, len(means) - 1)
-        ((means[0] + extra) * share).backward()
-        return [m.item() for m in means]
+def measure_trunk(plain: PlainCausalLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
+    """Return the mean losses of the trunk and of each module on a batch's own next tokens."""
+    text = batch.tokens[:, :length]
+    hidden = plain.main(text)
+    losses = [entropy(plain.logits(hidden), batch.targets(1, length))]
+    if mtp:
+        count = plain.config.num_nextn_predict_layers
+        for j, (k, g) in enumerate(run_chain(plain, text, hidden, count, eagle=False), 1):
+            logits = plain.draft_logits(k, g)
+            losses.append(entropy(logits, batch.targets(j + 1, length)[:, : length - j]))
+    return losses
+
+
+def entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean cross-entropy over the valid targets, which may be none."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / (targets >= 0).sum().clamp(min=1)
+
+
+def measure_modules(plain: PlainCausalLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
+    """Return the mean losses of drafts on the trunk's predictions: each module's, then Eagle's."""
+    text = batch.tokens[:, :length]
+    with torch.no_grad():
+        hidden = plain.main(text)
+        wanted = (SHARPNESS * plain.logits(hidden)).softmax(-1)
+    modules, losses = plain.config.num_nextn_predict_layers, list[Tensor]()
+    for eagle, count in ((False, modules), (True, EAGLE_DRAFTS)):
+        for j, (k, g) in enumerate(run_chain(plain, text, hidden, count, eagle=eagle), 1):
+            valid = batch.targets(j + 1, length)[:, : length - j] >= 0
+            guess = plain.draft_logits(k, g).log_softmax(-1)
+            loss = -((wanted[:, j:] * guess).sum(-1) * valid).sum() / valid.sum().clamp(min=1)
+            losses.append(loss * (EAGLE_WEIGHT if eagle else 1.0))
+    return losses
+
+
+@contextmanager
+def count_loads(plain: PlainCausalLM) -> Iterator[dict[PlainRouter, Tensor]]:
+    """Count the tokens of each expert of each router with a bias while the block runs."""
+    loads = dict[PlainRouter, Tensor]()
+
+    def count(router: PlainRouter, inputs: Any, weights: Tensor) -> None:
+        chosen = (weights != 0).flatten(0, -2).sum(0)
+        loads[router] = loads.get(router, torch.zeros_like(chosen)) + chosen
+
+    routers = [part for part in plain.modules() if isinstance(part, PlainRouter)]
+    hooks = [router.register_forward_hook(count) for router in routers]
+    try:
+        yield loads
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
-class State:
+class Run:
+    """A training: its model, how far it is, and its texts."""
+
+    args: argparse.Namespace
+    plain: PlainCausalLM
     step: int = 0
-    seen: int = 0
     elapsed: float = 0.0
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> float:
+        args = self.args
+        return float(self.step / args.steps if args.steps else self.elapsed / args.seconds)
+
+    @property
+    def state(self) -> Path:
+        return Path(self.args.out) / ("modules.pt" if self.args.modules else "train.pt")
+
+    def train(self) -> None:
+        """Train until the budget of seconds or steps is spent."""
+        args, started, saved = self.args, time.monotonic(), time.monotonic()
+        if args.modules:
+            self.plain.load_state_dict(torch.load(self.state.with_name("train.pt"))["model"])
+            train_modules_alone(self.plain)
+        optimizer = Optimizer(self.plain, args.muon_lr, args.adam_lr)
+        if self.state.exists():
+            stored = torch.load(self.state)
+            self.plain.load_state_dict(stored["model"])
+            optimizer.load(stored["optimizer"])
+            self.step, self.elapsed = stored["step"], stored["elapsed"]
+        before = self.elapsed
+        code, chats = make_rows(args, args.seed + self.step)
+        with (Path(args.out) / "train.jsonl").open("a") as log:
+            while (progress := self.progress) < 1:
+                self.take_step(code, chats, progress)
+                # A warm-up, a flat part, then linear to zero.
+                rate = min(1.0, progress / 0.01 + 0.05, (1 - progress) / 0.65)
+                optimizer.step(rate)
+                self.elapsed = before + time.monotonic() - started
+                if self.step % args.log_every == 0:
+                    line = json.dumps({"step": self.step, "seconds": self.elapsed, **self.losses})
+                    print(line, file=log, flush=True)
+                    print(line, flush=True)
+                if time.monotonic() - saved > SAVE_SECONDS or self.progress >= 1:
+                    self.save(optimizer)
+                    saved = time.monotonic()
+
+    def take_step(self, code: CodeRows, chats: ChatRows, progress: float) -> None:
+        """Add the gradients of a batch of code and of one of problems."""
+        phases = SMALL if self.args.small else MODULES if self.args.modules else PHASES
+        phase = next(phase for phase in phases if progress < phase.end)
+        measure = measure_modules if self.args.modules else measure_trunk
+        with count_loads(self.plain) as loads:
+            for kind, (rows, length) in {"code": phase.code, "reasoning": phase.chat}.items():
+                batch = make_batch(code, chats, rows, length, float(kind == "code"))
+                first, *rest = measure(self.plain, batch, length, phase.mtp)
+                weight = 1.0 if self.args.modules else MTP_WEIGHT / max(1, len(rest))
+                ((first + weight * sum(rest)) / 2).backward()
+                self.losses[kind] = [round(loss.item(), 4) for loss in (first, *rest)]
+        for router, load in loads.items():  # overloaded experts lose bias (DeepSeek-V3's rule)
+            sign = torch.sign(load.float().mean() - load)
+            router.e_score_correction_bias += BALANCE_RATE * (progress < 0.9) * sign
+        self.step += 1
+
+    def save(self, optimizer: Optimizer) -> None:
+        """Write the state to resume from, and the checkpoint."""
+        content: dict[str, Any] = {"step": self.step, "elapsed": self.elapsed}
+        content |= {"model": self.plain.state_dict(), "optimizer": optimizer.state()}
+        torch.save(content, part := self.state.with_suffix(".part"))
+        os.replace(part, self.state)
+        write_checkpoint(self.plain, Path(self.args.folder), Path(self.args.out))
 
 
-def join_processes() -> int:
-    """Join the processes that torchrun started, if it did, and return this one's rank."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    return int(os.environ.get("RANK", "0"))
+def train_modules_alone(plain: PlainCausalLM) -> None:
+    """Freeze all weights but the MTP modules'."""
+    plain.requires_grad_(False)
+    for k in range(1, plain.config.num_nextn_predict_layers + 1):
+        plain.module(k).requires_grad_(True)
 
 
-def processes() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def average(trainer: Trainer, state: State) -> None:
-    """Average gradients over the processes that torchrun started, and their times."""
-    if not dist.is_initialized():
-        return
-    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    flat = torch.cat([*(g.flatten() for g in gradients), torch.tensor([state.elapsed])])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    state.elapsed = float(flat[-1])
-    means = flat[:-1].split([g.numel() for g in gradients])
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean.view_as(gradient))
-
-
-def eager_if(long: bool) -> Any:
-    """Run compiled functions eagerly if `long`: a rare length isn't worth its compilation."""
-    return torch.compiler.set_stance("force_eager") if long else nullcontext()
-
-
-def schedule(progress: float) -> float:
-    """Return the learning rates' factor: a warm-up, a flat part, then linear to zero."""
-    return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
-
-
-def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> None:
-    content = {
-        "model": trainer.model.state_dict(),
-        "optimizer": optimizer.state(),
-        "state": vars(state),
-        "shape": vars(trainer.model.shape),
+def write_checkpoint(plain: PlainCausalLM, source: Path, out: Path) -> None:
+    """Write weights in bf16, routers' biases in fp32; the other files are the source's."""
+    for name in ("config.json", *FILES):
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)
+    stored = {
+        name: weight.to(torch.float32 if name.endswith("bias") else torch.bfloat16).contiguous()
+        for name, weight in plain.state_dict().items()
     }
-    torch.save(content, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+    save_file(stored, part := out / "model.part", metadata={"format": "pt"})
+    os.replace(part, out / "model.safetensors")
 
 
 def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
@@ -152,131 +256,38 @@ def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def rows(args: argparse.Namespace, seed: int, held_out: bool = False) -> tuple[CodeRows, ChatRows]:
-    words = common_words(every=20 if args.smoke else 1)
-    tokenizer = load_tokenizer(Path(args.tokenizer), words)
-    files = library_files(held_out=held_out)[:: 200 if args.smoke else 1]
-    count = 200 if args.smoke or held_out else args.problems
-    chats = reasoning_documents(tokenizer, count, words, seed, held_out)
+def make_rows(args: argparse.Namespace, seed: int) -> tuple[CodeRows, ChatRows]:
+    words = common_words(every=20 if args.small else 1)
+    tokenizer = load_tokenizer(Path(args.folder), words)
+    files = library_files(held_out=False)[:: 200 if args.small else 1]
+    chats = reasoning_documents(tokenizer, 200 if args.small else args.problems, words, seed)
     return CodeRows(code_documents(tokenizer, files), seed), ChatRows(chats, seed)
 
 
-def run(args: argparse.Namespace) -> None:
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    rank = join_processes()
-    torch.manual_seed(args.seed)
-    family = FAMILIES[args.model]
-    args.phases = SMOKE_PHASES if args.smoke else family.phases
-    model = family.make(family.smoke if args.smoke else family.shape)
-    trainer = Trainer(model, args.device, args.dtype, compiled=not (args.smoke or args.eager))
-    optimizer = Optimizer(trainer.model.parameters(), args.muon_lr, args.adam_lr)
-    state, checkpoint = State(), out / "train.pt"
-    if checkpoint.exists() and not args.fresh:
-        stored = torch.load(checkpoint, map_location=trainer.device)
-        trainer.model.load_state_dict(stored["model"])
-        optimizer.load(stored["optimizer"])
-        state = State(**stored["state"])
-    elif args.start_from:
-        trainer.model.load_state_dict(torch.load(args.start_from, map_location="cpu")["model"])
-    seed = args.seed + state.step + 1000 * rank
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    code, chats = rows(args, seed)
-    with nullcontext() if rank else (out / "train.jsonl").open("a") as log:
-        loop(args, trainer, optimizer, state, code, chats, log, checkpoint)
-
-
-def loop(
-    args: argparse.Namespace, trainer: Trainer, optimizer: Optimizer, state: State,
-    code: CodeRows, chats: ChatRows, log: Any, checkpoint: Path,
-) -> None:  # fmt: skip
-    """Train until the budget is spent: seconds, or steps if --steps is given."""
-    threads = Threads(args.polite)
-    saved = shown = counted = time.monotonic()
-    found: dict[str, list[float]] = {}
-    while (progress := progress_of(args, state)) < 1:
-        threads.adjust()
-        phase = next(p for p in args.phases if progress < p.end)
-        for kind, (count, length) in list_parts(phase, state.step).items():
-            batch = make_batch(code, chats, count, length, float(kind == "code"))
-            with eager_if(length > LONGEST_COMPILED):
-                found[kind] = trainer.backward(batch, length, phase.mtp, 0.5)
-            state.seen += count * length * processes()
-        state.elapsed, counted = state.elapsed + time.monotonic() - counted, time.monotonic()
-        average(trainer, state)
-        optimizer.step(schedule(progress))
-        for moe in trainer.model.moes():
-            if processes() > 1:
-                dist.all_reduce(moe.load)
-            moe.rebalance(BALANCE_RATE * (progress < 0.9))
-        state.step += 1
-        if not log:
-            continue
-        if state.step % args.log_every == 0:
-            report(log, state, found, progress, args.log_every, time.monotonic() - shown)
-            shown = time.monotonic()
-        if time.monotonic() - saved > 240:
-            save(checkpoint, trainer, optimizer, state)
-            saved = time.monotonic()
-    if log:
-        save(checkpoint, trainer, optimizer, state)
-
-
-def list_parts(phase: Phase, step: int) -> dict[str, tuple[int, int]]:
-    """Return the (rows, length) of a step's code, if it has any, and of its problems."""
-    parts = {"reasoning": phase.chat}
-    if phase.long_every and step % phase.long_every == 0:
-        return {"code": (1, 2048)} | parts
-    return {"code": phase.code} | parts if step % phase.code_every == 0 else parts
-
-
-def progress_of(args: argparse.Namespace, state: State) -> float:
-    done = state.step / args.steps if args.steps else state.elapsed / args.seconds
-    return float(done)
-
-
-def report(
-    log: Any, state: State, found: dict[str, list[float]], progress: float, n: int, s: float
-) -> None:
-    line = {
-        "step": state.step,
-        "progress": round(progress, 4),
-        "seconds": round(state.elapsed, 1),
-        "tokens": state.seen,
-        "steps_per_s": round(n / s, 3),
-        **{kind: [round(x, 4) for x in means] for kind, means in found.items()},
-    }
-    print(json.dumps(line), file=log, flush=True)
-    print(json.dumps(line), flush=True)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=FAMILIES, default="deepseek-tiny")
-    parser.add_argument("--start-from", help="take the first weights of this checkpoint")
-    parser.add_argument("--out", default="runs/tiny", help="folder of the checkpoint and the log")
-    parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
-    parser.add_argument(
-        "--seconds", type=float, default=5400, help="training time, which sets the schedule"
-    )
+def main() -> None:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("folder", help="has config.json and the tokenizer")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--modules", action="store_true", help="train the MTP modules alone")
+    parser.add_argument("--seconds", type=float, default=5400, help="time, which sets the schedule")
     parser.add_argument("--steps", type=int, default=0, help="schedule by steps, not --seconds")
     parser.add_argument("--problems", type=int, default=150_000)
     parser.add_argument("--muon-lr", type=float, default=0.007)
     parser.add_argument("--adam-lr", type=float, default=0.002)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--polite", action="store_true", help="with `nice`: see threads.py")
-    parser.add_argument("--eager", action="store_true", help="do not compile")
-    parser.add_argument("--fresh", action="store_true", help="ignore a stored checkpoint")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of a small shape")
+    parser.add_argument("--small", action="store_true", help="short rows of few texts, for a try")
     args = parser.parse_args()
-    if args.smoke:
-        args.steps, args.log_every = args.steps or 4, 1
-    return args
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    random.seed(args.seed)
+    config = load_config(Path(args.folder))
+    plain = find_family_of(config).reference(config)
+    assert isinstance(plain, PlainCausalLM)
+    initialise(plain)
+    Run(args, plain).train()
 
 
 if __name__ == "__main__":
-    run(arguments())
+    main()
