@@ -83,11 +83,9 @@ class TimedPrograms:
 
 
 def convert(checkpoint: Path, out: Path, kind: str, *flags: str) -> None:
-    """Write a checkpoint as GGUF, in `kind`; raise UsageError without the peers' environment."""
-    if not (PEERS / "python").exists():
-        raise UsageError(f"no {PEERS}: run tools/peers_env.sh")
+    """Write a checkpoint as GGUF, in `kind`."""
     script = Path(__file__).parent / "peer" / "gguf_file.py"
-    command = [PEERS / "python", script, checkpoint, out, "--type", kind, *flags]
+    command = [sys.executable, script, checkpoint, out, "--type", kind, *flags]
     run_command([*map(str, command)])
 
 

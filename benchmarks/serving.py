@@ -227,7 +227,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
             weights = Path(folder) / f"{kind}.gguf"
-            convert(find_model(arguments.model).folder, weights, kind, "--tokenizer")
+            flags = ["--tokenizer", *(["--module"] if arguments.llama_drafts else [])]
+            convert(find_model(arguments.model).folder, weights, kind, *flags)
             for drafts in sorted({0, arguments.llama_drafts}):
                 room = {
                     "slots": SLOTS,

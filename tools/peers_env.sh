@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv-peers for benchmarks/peers.py, one_machine.py and serving.py. It has llama.cpp and its
 # llama-server, compiled for this machine from the source package of llama-cpp-python (15 minutes on
-# 2 cores), and gguf to write its files.
+# 2 cores).
 # The build uses all of the processor's instructions but AMX: with weights repacked for AMX,
 # llama.cpp 0.3.36 fails an assertion on this architecture; without repacking it is a third slower.
 set -euo pipefail
@@ -25,7 +25,7 @@ if [ -r /proc/cpuinfo ] && [ "$(uname -m)" = x86_64 ]; then
 fi
 .venv/bin/python -m venv .venv-peers
 python=$PWD/.venv-peers/bin/python
-$python -m pip install --quiet cmake ninja gguf==0.19.0
+$python -m pip install --quiet cmake ninja
 # pip installs the bindings only; one compilation below serves them and llama-server.
 CMAKE_ARGS=-DLLAMA_BUILD=OFF $python -m pip install --quiet \
     --no-binary llama-cpp-python llama-cpp-python==$version

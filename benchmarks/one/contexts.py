@@ -79,7 +79,7 @@ class Contexts:
                 rows[name] = count_row_bytes(read_manifest(engine)).total()
         shop.drop_checkpoint()
         if run.peers is not None:
-            gguf, tensors = shop.write_gguf(run.peers)
+            gguf, tensors = shop.write_gguf()
             asked = asks(every(), None)
             for name, caches in zip(THEIRS, ("f16", "q8_0"), strict=True):
                 sides.append(Side(name, run.peers, gguf, asked, shop.vocabulary, caches=caches))

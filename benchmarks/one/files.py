@@ -57,7 +57,7 @@ class Workshop:
         path.write_text(json.dumps([*range(self.vocabulary // QUARTER)]), encoding="utf-8")
         return str(path)
 
-    def write_gguf(self, python: Path, *, module: bool = False) -> tuple[Path, dict[str, int]]:
+    def write_gguf(self, *, module: bool = False) -> tuple[Path, dict[str, int]]:
         """Write the same shape for llama.cpp; return the file and the bytes of its tensors.
 
         module: whether the file has the MTP module.
@@ -66,7 +66,7 @@ class Workshop:
         name = f"{self.shape.gguf}{'-mtp' if module else ''}.gguf"
         config, out = self.folder / "config.json", self.folder / name
         config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
-        script = [str(python), str(PEER / "gguf_random.py"), str(config), str(out)]
+        script = [sys.executable, str(PEER / "gguf_file.py"), str(config), str(out)]
         flags = ["--type", self.shape.gguf, *(["--module"] if module else [])]
         sizes: dict[str, int] = json.loads(run_command([*script, *flags]))
         self._weigh()

@@ -30,7 +30,7 @@ class Prompts:
         sides = [ours(name, folder, asks, shop.vocabulary) for name, folder in built.items()]
         costs = {f"{OURS}, {length}": counted.prompt(engine, length) for length in AIMS}
         if run.peers is not None:
-            gguf, tensors = shop.write_gguf(run.peers)
+            gguf, tensors = shop.write_gguf()
             sides.append(Side(LLAMA, run.peers, gguf, asks, shop.vocabulary, most))
             costs |= {f"{LLAMA}, {n}": counted.gguf_prompt(tensors, n) for n in AIMS}
         return {

@@ -62,12 +62,12 @@ class Published:
         costs = self.our_costs(counted, engines)
         sizes = {name: on_disk(engine) for name, engine in engines.items()}
         if run.peers is not None:
-            gguf, tensors = shop.write_gguf(run.peers)
+            gguf, tensors = shop.write_gguf()
             sides.append(self.their_side(gguf, run, shop.vocabulary))
             costs |= self.their_costs(counted, tensors)
             sizes[LLAMA] = gguf.stat().st_size
             if self.their_gain is not None:
-                drafting, _ = shop.write_gguf(run.peers, module=True)
+                drafting, _ = shop.write_gguf(module=True)
                 sides.append(self.their_drafting_side(drafting, run, shop.vocabulary))
         return {
             "whole": shape.whole,

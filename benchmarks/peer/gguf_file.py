@@ -1,104 +1,158 @@
-"""Writes a checkpoint as GGUF, for llama.cpp's `deepseek2` (DeepSeek-V3's class) and `qwen35`.
+"""Writes a GGUF file for llama.cpp, of a checkpoint or, with random blocks, of a shape.
 
-    python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--tokenizer]
+    python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--module] [--tokenizer]
+    python gguf_file.py CONFIG.json OUT [--type f32|q8_0|q4_0] [--module]
 
-The script needs `gguf`, but neither torch nor mtpbuild. Without --tokenizer the file has token ids
-only; with it a server can read and write text, split by GPT-2's pattern, which is not quite the
-model's. Qwen3.5's MTP module is written, too; only llama.cpp's server runs it (`--spec-type
-draft-mtp`). DeepSeek-V3's modules are left out: this llama.cpp has none for that architecture.
+The second form needs no checkpoint: weights have the scale that keeps activations at their size. In
+a quantised file embedding, head, `attn_k_b` and `attn_v_b` (the halves of `kv_b_proj`) are in Q8_0;
+norms, biases and routers are in fp32, as llama.cpp requires. --module adds the MTP modules, which
+only llama.cpp's server runs, and only those of Qwen3.5. --tokenizer makes a server read and write
+text, split by GPT-2's pattern, which is not quite the model's; without it there are token ids only.
+One tensor is in memory at a time. The script prints the bytes of each tensor as JSON.
 """
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import gguf
-import gguf_hybrid
 import numpy as np
-from gguf.utility import SafetensorsLocal
-from gguf_hybrid import Array, Reader
-from gguf_keys import architecture
-from gguf_writer import Shape, write_file
+import numpy.typing as npt
+import torch
+from gguf_convert import Config, convert_tensors, count_modules, find_architecture, write_keys
+from safetensors import safe_open
 
-# Tensors of a layer: GGUF's name and the checkpoint's.
-QUERIES = {"attn_q": "self_attn.q_proj"}  # without q_lora
-LATENT_QUERIES = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-}
-ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+from mtpbuild.builder.models import find_family
 
+BLOCK = 32  # numbers that share a scale
+BLOCKS = {"q4_0": 18, "q8_0": 34}  # bytes of a block
+ENDS = ("token_embd.weight", "output.weight")
+HALVES = ("attn_k_b.weight", "attn_v_b.weight")
+PLAIN = ("ffn_gate_inp", "ssm_conv1d")  # in fp32, whatever the others' type
+# Standard deviation of a block's values without its scale, an fp16 number at its beginning.
+SPREADS = {"q4_0": 4.61, "q8_0": 73.9}
 
-def open_tensors(folder: Path) -> Reader:
-    """Map each name in one safetensors file to its tensor in fp32."""
-    path = folder / "model.safetensors"
-    tensors = SafetensorsLocal(path).tensors
-
-    def read(name: str) -> Array:
-        tensor = tensors[name]
-        raw = np.ascontiguousarray(tensor.mmap_bytes())
-        if tensor.dtype == "BF16":
-            found = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif tensor.dtype == "F32":
-            found = raw.view(np.float32)
-        else:
-            raise SystemExit(f"{path}: {name} is {tensor.dtype}; expected BF16 or F32")
-        return found.reshape(tensor.shape)
-
-    return read
+Shape = tuple[int, ...]
+Array = npt.NDArray[Any]
+Values = Callable[[str, Shape, str], Array]  # a tensor in its stored form: name, shape, type
+Texts = Callable[[gguf.GGUFWriter], None]
 
 
-def latent_tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
-    """Yield GGUF's names and their values."""
-    yield "token_embd.weight", read("model.embed_tokens.weight")
-    yield "output_norm.weight", read("model.norm.weight")
-    yield "output.weight", read("lm_head.weight")
-    heads, nope = c["num_attention_heads"], c["qk_nope_head_dim"]
-    attention = ATTENTION | (QUERIES if c["q_lora_rank"] is None else LATENT_QUERIES)
-    for i in range(c["num_hidden_layers"]):
-        ours, theirs = f"model.layers.{i}", f"blk.{i}"
-        for name, source in attention.items():
-            yield f"{theirs}.{name}.weight", read(f"{ours}.{source}.weight")
-        kv_b = read(f"{ours}.self_attn.kv_b_proj.weight").reshape(heads, -1, c["kv_lora_rank"])
-        yield f"{theirs}.attn_k_b.weight", kv_b[:, :nope].transpose(0, 2, 1)
-        yield f"{theirs}.attn_v_b.weight", kv_b[:, nope:]
-        if i < c["first_k_dense_replace"]:
-            for name, source in PROJECTIONS.items():
-                yield f"{theirs}.ffn_{name}.weight", read(f"{ours}.mlp.{source}.weight")
-            continue
-        yield f"{theirs}.ffn_gate_inp.weight", read(f"{ours}.mlp.gate.weight")
-        yield f"{theirs}.exp_probs_b.bias", read(f"{ours}.mlp.gate.e_score_correction_bias")
-        for name, source in PROJECTIONS.items():
-            experts = (f"{ours}.mlp.experts.{e}.{source}" for e in range(c["n_routed_experts"]))
-            yield (
-                f"{theirs}.ffn_{name}_exps.weight",
-                np.stack([read(f"{e}.weight") for e in experts]),
-            )
-            yield (
-                f"{theirs}.ffn_{name}_shexp.weight",
-                read(f"{ours}.mlp.shared_experts.{source}.weight"),
-            )
+def make_shapes(c: Config) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors by name, without values."""
+    family = find_family(c)
+    with torch.device("meta"):
+        return family.reference(family.parse_config(c)).state_dict()
 
 
-TENSORS = {"deepseek2": latent_tensors, "qwen35": gguf_hybrid.tensors}
+def find_shapes(c: Config, modules: int) -> dict[str, Shape]:
+    """Return every tensor of the file with its shape."""
+    stored = make_shapes(c)
+    named = convert_tensors(c, stored, stored.__getitem__, modules)
+    return {name: tuple(value.shape) for name, value in named}
+
+
+def write_file(
+    c: Config, out: Path, wanted: str, values: Values, modules: int, texts: Texts | None = None
+) -> dict[str, int]:
+    """Write a model in type `wanted`; return the bytes of each tensor.
+
+    texts: writes the tokenizer; by default the file has token ids alone.
+    """
+    writer = gguf.GGUFWriter(out, find_architecture(c))
+    write_keys(writer, c, modules)
+    if texts is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        texts(writer)
+    shapes, sizes = find_shapes(c, modules), dict[str, int]()
+    kinds = {name: find_kind(name, shape, wanted) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        kind, stored = kinds[name], stored_shape(shape, kinds[name])
+        raw = np.dtype(np.float32 if kind == "f32" else np.uint8)
+        sizes[name] = prod(stored) * raw.itemsize
+        dtype = gguf.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor_info(name, stored, raw, sizes[name], raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape in shapes.items():
+        writer.write_tensor_data(values(name, shape, kinds[name]))
+    writer.close()
+    return sizes
+
+
+def find_kind(name: str, shape: Shape, wanted: str) -> str:
+    """Return the type of a tensor in a file of type `wanted`."""
+    if len(shape) == 1 or any(part in name for part in PLAIN) or wanted == "f32":
+        return "f32"
+    return "q8_0" if name in ENDS or name.endswith(HALVES) else wanted
+
+
+def stored_shape(shape: Shape, kind: str) -> Shape:
+    """Return the shape of the stored array, of floats or of bytes."""
+    if kind == "f32":
+        return shape
+    count, rest = divmod(shape[-1], BLOCK)
+    if rest:
+        raise SystemExit(f"{kind}: {shape[-1]} columns do not split into blocks of {BLOCK}")
+    return (*shape[:-1], count * BLOCKS[kind])
+
+
+def draw_values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
+    """Draw a tensor in its stored form: norms are 1, biases 0, everything else is random."""
+    if len(shape) == 1:
+        value = -1.0 if name.endswith("ssm_a") else 0.0 if name.endswith("bias") else 1.0
+        return np.full(shape, value, np.float32)
+    deviation = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
+    if kind == "f32":
+        return rng.standard_normal(shape, np.float32) * np.float32(deviation)
+    size, spread, stored = BLOCKS[kind], SPREADS[kind], stored_shape(shape, kind)
+    words = rng.integers(0, 2**64, -(-prod(stored) // 8), np.uint64)
+    blocks = words.view(np.uint8)[: prod(stored)].reshape(-1, size)
+    # Scales have either sign, as a quantiser's do, or all values would be biased to one side.
+    signs = 1 - 2 * (blocks[:, 0] & 1).astype(np.float16)
+    blocks[:, :2] = (signs * np.float16(deviation / spread))[:, None].view(np.uint8)
+    return blocks.reshape(stored)
+
+
+def write_random(c: Config, out: Path, wanted: str, modules: int = 0) -> dict[str, int]:
+    """Write a file with random blocks; return the bytes of each tensor."""
+    rng = np.random.Generator(np.random.SFC64(0))
+    texts = partial(write_made_up_texts, size=c["vocab_size"]) if modules else None
+    return write_file(c, out, wanted, partial(draw_values, rng=rng), modules, texts)
+
+
+def write_checkpoint(
+    folder: Path, out: Path, wanted: str, modules: int, *, tokenizer: bool
+) -> dict[str, int]:
+    """Write a checkpoint's values; return the bytes of each tensor."""
+    c: Config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        read = lambda name: stored.get_tensor(name).float()  # noqa: E731
+        named = convert_tensors(c, make_shapes(c), read, modules)
+
+        def convert(name: str, shape: Shape, kind: str) -> Array:
+            converted, value = next(named)
+            assert (converted, tuple(value.shape)) == (name, shape)
+            array: Array = value.contiguous().numpy()
+            if kind == "f32":
+                return array
+            return gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind.upper()])
+
+        texts = partial(write_tokenizer, folder=folder) if tokenizer else None
+        return write_file(c, out, wanted, convert, modules, texts)
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Write the byte-level BPE of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
-    ids = vocabulary | {token["content"]: token["id"] for token in added}
+    ids: Mapping[str, int] = vocabulary | {token["content"]: token["id"] for token in added}
     special = {token["id"] for token in added if token["special"]}
     kinds = gguf.TokenType
     writer.add_tokenizer_model("gpt2")
@@ -114,35 +168,35 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_add_bos_token(True)
 
 
-def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> None:
-    """Write matrices in `kind`; norms, biases and the router in fp32, as llama.cpp requires."""
-    c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    model = architecture(c)
-    if model not in TENSORS:
-        raise SystemExit(f"{model}: expected {' or '.join(TENSORS)}")
-    found = dict(TENSORS[model](c, open_tensors(folder)))
-
-    def values(name: str, shape: Shape, kind: str) -> Array:
-        stored = np.ascontiguousarray(found.pop(name), np.float32)
-        assert stored.shape == shape, name
-        if kind == "f32":
-            return stored
-        packed: Array = gguf.quants.quantize(stored, gguf.GGMLQuantizationType[kind.upper()])
-        return packed
-
-    texts = partial(write_tokenizer, folder=folder) if tokenizer else None
-    write_file(c, out, kind, values, texts, module=model == "qwen35")
-    assert not found, f"left out: {', '.join(found)}"
+def write_made_up_texts(writer: gguf.GGUFWriter, size: int) -> None:
+    """Make a text for each id, without which llama.cpp's server does not answer prompts of ids."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"<{i}>" for i in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["< 0"])
+    writer.add_eos_token_id(0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=("f32", "q8_0"), default="f32")
+    parser.add_argument("--type", choices=("f32", *BLOCKS), default="f32")
+    parser.add_argument("--module", action="store_true")
     parser.add_argument("--tokenizer", action="store_true")
-    arguments = parser.parse_args()
-    convert(arguments.checkpoint, arguments.out, arguments.type, tokenizer=arguments.tokenizer)
+    args = parser.parse_args()
+    config = args.source / "config.json" if args.source.is_dir() else args.source
+    c = json.loads(config.read_text(encoding="utf-8"))
+    modules = count_modules(c) if args.module else 0
+    if args.source.is_dir():
+        sizes = write_checkpoint(
+            args.source, args.out, args.type, modules, tokenizer=args.tokenizer
+        )
+    else:
+        sizes = write_random(c, args.out, args.type, modules)
+    print(json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -177,57 +178,49 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
-    """There are as many as in the checkpoint without its MTP modules."""
-    keys, shape = benchmark("gguf_keys"), tiny(kind)
-    found = keys.shapes(dict(shape.raw))
+    """There are as many as in the checkpoint without its MTP modules, or with them."""
+    shape, file = tiny(kind), benchmark("gguf_file")
     layers = tuple(f"model.layers.{i}." for i in range(shape.config.num_hidden_layers))
     head = () if shape.config.tie_word_embeddings else ("lm_head.",)  # else it is the embedding
     trunk = ("model.embed_tokens.", "model.norm.", *head, *layers)
-    plain = load_plain(folders[kind])
-    wanted = sum(v.numel() for name, v in plain.state_dict().items() if name.startswith(trunk))
-    assert sum(int(np.prod(size)) for size in found.values()) == wanted
-    assert keys.architecture(dict(shape.raw)) == ARCHITECTURES[kind]
+    stored = load_plain(folders[kind]).state_dict()
+    for modules, prefixes in (0, trunk), (1, (*trunk, "mtp.")):
+        if modules and kind != "hybrid":
+            continue
+        wanted = sum(value.numel() for name, value in stored.items() if name.startswith(prefixes))
+        shapes = file.find_shapes(dict(shape.raw), modules).values()
+        assert sum(int(np.prod(size)) for size in shapes) == wanted
+    convert = benchmark("gguf_convert")
+    assert convert.find_architecture(dict(shape.raw)) == ARCHITECTURES[kind]
 
 
-def test_gguf_of_a_hybrid_has_its_module(folders: dict[str, Path]) -> None:
-    shape = tiny("hybrid")
-    found = benchmark("gguf_keys").shapes(dict(shape.raw), module=True)
-    plain = load_plain(folders["hybrid"]).state_dict()  # its head is the embedding
-    wanted = sum(tensor.numel() for name, tensor in plain.items() if name != "lm_head.weight")
-    assert sum(int(np.prod(size)) for size in found.values()) == wanted
-
-
-def test_qwen_tiny_as_gguf() -> None:
-    """Every tensor of the file is there, and computed with as llama.cpp does."""
-    folder = find_model("qwen-tiny").folder
-    c = json.loads((folder / "config.json").read_text())
+@pytest.mark.parametrize("name", ["qwen-tiny", "deepseek-tiny"])
+def test_a_checkpoint_as_gguf(name: str, tmp_path: Path) -> None:
+    """Its values are read again as they are stored."""
+    folder, file = find_model(name).folder, benchmark("gguf_file")
+    modules = int(name == "qwen-tiny")
+    sizes = file.write_checkpoint(folder, tmp_path / "a.gguf", "f32", modules, tokenizer=True)
     stored = load_file(folder / "model.safetensors")
-    made = benchmark("gguf_hybrid").tensors(c, lambda name: stored[name].float().numpy())
-    found = dict(made)
-    shapes = benchmark("gguf_keys").shapes(c, module=True)
-    assert {name: value.shape for name, value in found.items()} == shapes
-    rate = stored["model.layers.0.linear_attn.A_log"].float().exp()
-    torch.testing.assert_close(torch.tensor(found["blk.0.ssm_a"]), -rate)
-    norms = {
-        "blk.0.ssm_norm": (0, "model.layers.0.linear_attn.norm"),
-        "blk.0.attn_norm": (1, "model.layers.0.input_layernorm"),
-        "blk.20.nextn.shared_head_norm": (1, "mtp.norm"),
-    }
-    for name, (more, source) in norms.items():
-        factor = stored[f"{source}.weight"].float() + more
-        assert torch.equal(torch.tensor(found[f"{name}.weight"]), factor)
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
+    assert {tensor: value.nbytes for tensor, value in found.items()} == sizes
+    head = torch.tensor(found["output.weight"].reshape(stored["lm_head.weight"].shape))
+    assert torch.equal(head, stored["lm_head.weight"].float())
+    if modules:
+        rate = stored["model.layers.0.linear_attn.A_log"].float().exp()
+        torch.testing.assert_close(torch.tensor(found["blk.0.ssm_a"]), -rate)
+        norm = torch.tensor(found["blk.20.nextn.shared_head_norm.weight"])
+        assert torch.equal(norm, stored["mtp.norm.weight"].float() + 1)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
     """Names, shapes and types; dequantised, values are as large as products want them."""
-    gguf = pytest.importorskip("gguf", reason="gguf is not installed: tools/peers_env.sh has it")
-    keys, write = benchmark("gguf_keys"), benchmark("gguf_random")
-    c = dict(tiny(kind).raw)
-    sizes = write.write(c, tmp_path / "tiny.gguf", "q4_0")
+    file, c = benchmark("gguf_file"), dict(tiny(kind).raw)
+    sizes = file.write_random(c, tmp_path / "tiny.gguf", "q4_0")
     reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
     found = {tensor.name: tensor for tensor in reader.tensors}
-    assert {name: (*map(int, t.shape[::-1]),) for name, t in found.items()} == keys.shapes(c)
+    shapes = {name: (*map(int, tensor.shape[::-1]),) for name, tensor in found.items()}
+    assert shapes == file.find_shapes(c, 0)
     assert {name: t.n_bytes for name, t in found.items()} == sizes
     types = {name: t.tensor_type.name for name, t in found.items()}
     ends = {types[name] for name in ("token_embd.weight", "output.weight") if name in types}
