@@ -8,21 +8,36 @@ more passes rewrite that graph. `mtpbuild build --dump` writes the graph after e
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 PASSES = "mtpbuild.builder.targets.passes"
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """The ops that graphs keep, and the passes that rewrite the graphs, in order.
+class Pass:
+    """A function of a module in `builder/targets/passes`, imported at its first use for torch."""
 
-    A pass is `module.function` in `builder/targets/passes`.
-    """
+    file: str
+    name: str
+
+    @property
+    def module(self) -> str:
+        return f"{PASSES}.{self.file}"
+
+    def __call__(self, graph: Any, traced: Any) -> Any:
+        """Return the graph of a `TracedProgram`, rewritten in place or anew."""
+        return getattr(import_module(self.module), self.name)(graph, traced)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The ops that graphs keep, and the passes that rewrite the graphs, in order."""
 
     ops: Mapping[str, str] = field(default_factory=dict)  # op -> file of its facet (plugins.facet)
     step_ops: Mapping[str, str] = field(default_factory=dict)  # ops that only steps keep
-    passes: tuple[str, ...] = ()  # over the traced program
-    lowered_passes: tuple[str, ...] = ()  # over the graph that the lowering makes
+    passes: tuple[Pass, ...] = ()  # over the traced program
+    lowered_passes: tuple[Pass, ...] = ()  # over the graph that the lowering makes
     cpu_library: bool = False  # ops with an operator in the CPU's library are kept, too
     # Latent attention of prompts first expands all rows to keys and values, which is faster for
     # many tokens. The CPU's library has kernels for latents alone.
@@ -32,8 +47,7 @@ class Pipeline:
     @property
     def modules(self) -> list[str]:
         """The modules of the passes."""
-        names = (name.partition(".")[0] for name in (*self.passes, *self.lowered_passes))
-        return [f"{PASSES}.{name}" for name in dict.fromkeys(names)]
+        return [*dict.fromkeys(p.module for p in (*self.passes, *self.lowered_passes))]
 
     @property
     def facets(self) -> dict[str, str]:
@@ -54,13 +68,13 @@ PORTABLE = Pipeline(
         ),
         "onnx",
     ),
-    passes=("torch_graph.write_plainly",),
+    passes=(Pass("torch_graph", "write_plainly"),),
     lowered_passes=(
-        "onnx_graph.inline_functions",
-        "onnx_graph.fold_constants",
-        "onnx_graph.share_sizes",
-        "onnx_graph.merge_equal_nodes",
-        "onnx_graph.tidy",
+        Pass("onnx_graph", "inline_functions"),
+        Pass("onnx_graph", "fold_constants"),
+        Pass("onnx_graph", "share_sizes"),
+        Pass("onnx_graph", "merge_equal_nodes"),
+        Pass("onnx_graph", "tidy"),
     ),
 )
 
@@ -68,7 +82,11 @@ PORTABLE = Pipeline(
 CPU = Pipeline(
     ops=dict.fromkeys(("experts", "kv_write", "rope"), "onnx"),
     passes=PORTABLE.passes,
-    lowered_passes=(*PORTABLE.lowered_passes, "cpu_graph.fuse_neighbours", "chains.join_chains"),
+    lowered_passes=(
+        *PORTABLE.lowered_passes,
+        Pass("cpu_graph", "fuse_neighbours"),
+        Pass("chains", "join_chains"),
+    ),
     cpu_library=True,
     expands_prompts=False,
 )
@@ -76,7 +94,7 @@ CPU = Pipeline(
 # Target inductor on a CPU: PyTorch's operators.
 INDUCTOR = Pipeline(
     ops=dict.fromkeys(("delta_rule", "grouped_attention", "mla_attention"), "inductor"),
-    lowered_passes=("in_place.update_in_place",),
+    lowered_passes=(Pass("in_place", "update_in_place"),),
 )
 
 # Target inductor on a GPU: launches of our Triton kernels between PyTorch's operators. A kernel's
@@ -91,13 +109,13 @@ INDUCTOR_CUDA = Pipeline(
         ),
         "triton",
     ),
-    passes=("one_shot.sum_through_shared_memory",),
+    passes=(Pass("one_shot", "sum_through_shared_memory"),),
     lowered_passes=(
-        "gpu_graph.compute_both_branches",
-        "gpu_graph.move_to_gpu",
-        "gpu_graph.launch_kernels",
-        "gpu_graph.sum_parts_in_readers",
-        "in_place.update_in_place",
+        Pass("gpu_graph", "compute_both_branches"),
+        Pass("gpu_graph", "move_to_gpu"),
+        Pass("gpu_graph", "launch_kernels"),
+        Pass("gpu_graph", "sum_parts_in_readers"),
+        Pass("in_place", "update_in_place"),
     ),
 )
 
@@ -115,6 +133,6 @@ TENSORRT = Pipeline(
         ),
         "plugins",
     ),
-    lowered_passes=("tensorrt_graph.decompose",),
+    lowered_passes=(Pass("tensorrt_graph", "decompose"),),
     fixed_sizes=True,
 )

@@ -1,13 +1,13 @@
 """Export programs by torch.export; sizes that vary between calls stay symbolic."""
 
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, find_most_tokens
 from mtpbuild.plugins import NODE_FACETS
@@ -68,7 +68,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     if pipeline.cpu_library:
         kept |= NODE_FACETS.keys()
     # Nobody reads where in the source a node was made; finding it is a seventh of a trace.
-    no_places = patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
+    no_places = override_attribute(fx_config, "do_not_emit_stack_traces", True)
     with (
         torch.no_grad(),
         no_places,

@@ -92,6 +92,11 @@ class Inductor(Target):
                 yield with_remedy(error)
         yield from super().lacks(plan)
 
+    def check_machine(self, plan: "Plan") -> None:
+        from mtpbuild.builder.targets.lower_inductor import check
+
+        check(plan)
+
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
         if options.device == "cpu":
             return GraphStyle(

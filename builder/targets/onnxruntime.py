@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
-    from mtpbuild.runtime.contract.manifest import CacheType, TargetInfo
+    from mtpbuild.runtime.contract.manifest import CacheType
 
 CACHES = ("float32", "bfloat16", "int8")
 
@@ -93,13 +93,6 @@ class OnnxRuntime(Target):
                 f"{model.source.name} would be one of {model.weights_type}"
             )
         check_cache_rows(plan.config, dtype)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        from mtpbuild.builder.targets.onnx_graph import OPSET
-        from mtpbuild.runtime.contract.manifest import TargetInfo
-
-        versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
-        return TargetInfo(name=self.name, hardware="any CPU", versions=versions)
 
 
 TARGET = OnnxRuntime()

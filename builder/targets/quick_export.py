@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 from torch.fx import Node
 from torch.onnx._internal.exporter import _registration
 from torch.onnx._internal.fx.passes import type_promotion
+
+from mtpbuild.builder.overrides import override_attribute
 
 
 @contextmanager
@@ -25,8 +26,10 @@ def export_quickly() -> Iterator[None]:
     """
     interpreter: Any = type_promotion._TypePromotionInterpreter
     with (
-        patch.object(interpreter, "run_node", _promote),
-        patch.object(_registration.ONNXRegistry, "from_torchlib", staticmethod(_copy_registry)),
+        override_attribute(interpreter, "run_node", _promote),
+        override_attribute(
+            _registration.ONNXRegistry, "from_torchlib", staticmethod(_copy_registry)
+        ),
     ):
         yield
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.graph.style import Attends, GraphStyle
@@ -25,11 +25,25 @@ if TYPE_CHECKING:
 ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")
 
 
+class Lowering(Protocol):
+    """The module of a target that compiles; it may import torch."""
+
+    def info(self, plan: "Plan") -> "TargetInfo":
+        """Return the manifest's record of what the engine needs to run."""
+        ...
+
+    def lower(
+        self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
+    ) -> str:
+        """Write the program beside the weights file in `folder`; return the file's name."""
+        ...
+
+
 class Target:
     """A target; each is a subclass, and its module has an instance called TARGET.
 
     The command line reads the options of all targets, so a target's module does not import torch.
-    The module that `lowering` names compiles; it has `lower`, `info` and, if needed, `check`.
+    The module that `lowering` names is a `Lowering`.
     """
 
     name: str
@@ -71,8 +85,7 @@ class Target:
 
     def check_machine(self, plan: "Plan") -> None:
         """Raise BuildError or MissingDependencyError if this machine can't compile the plan."""
-        if check := getattr(import_module(self.lowering), "check", None):
-            check(plan)
+        self.load_lowering()
 
     def inexact(self, files: Iterable[Path]) -> str | None:
         """Return why an engine's results may depend on more than tokens and weights, or None."""
@@ -106,8 +119,7 @@ class Target:
         self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
     ) -> str:
         """Write the program beside the weights file in `folder`; return the file's name."""
-        file: str = import_module(self.lowering).lower(traced, weights, folder)
-        return file
+        return self.load_lowering().lower(traced, weights, folder)
 
     def compiling(self) -> AbstractContextManager[None]:
         """Return a context around the lowering of all programs of an engine."""
@@ -115,5 +127,8 @@ class Target:
 
     def info(self, plan: "Plan") -> "TargetInfo":
         """Return the manifest's record of what the engine needs to run."""
-        info: TargetInfo = import_module(self.lowering).info(plan)
-        return info
+        return self.load_lowering().info(plan)
+
+    def load_lowering(self) -> Lowering:
+        """Import the module that compiles."""
+        return cast(Lowering, import_module(self.lowering))

@@ -58,6 +58,11 @@ class TensorRtRtx(Target):
                 f"TensorRT-RTX sorts at most {SORTED} values, which sampling needs"
             )
 
+    def check_machine(self, plan: "Plan") -> None:
+        from mtpbuild.builder.targets.lower_tensorrt_rtx import check
+
+        check(plan)
+
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)
 

@@ -22,8 +22,9 @@ def test_a_file_for_each_pass(
     dump, out = tmp_path / "graphs", tmp_path / "engine"
     flags = ("build", "--model", smallest, "--nextn", 0, "--out", out)
     assert invoke(*flags, "--dump", dump)[0] == 0
-    names = [name.partition(".")[2] for name in (*CPU.passes, "lower.export", *CPU.lowered_passes)]
-    stages = [f"{number:02}.{stage}" for number, stage in enumerate(["trace", *names])]
+    passes, lowered = ([each.name for each in part] for part in (CPU.passes, CPU.lowered_passes))
+    names = ["trace", *passes, "export", *lowered]
+    stages = [f"{number:02}.{stage}" for number, stage in enumerate(names)]
     files = {path.name: path.read_text() for path in (dump / out.name).iterdir()}
     programs = ("prefill", "decode", "decode_mixed")
     assert files.keys() == {f"{name}.{stage}.txt" for name in programs for stage in stages}
@@ -43,11 +44,9 @@ def test_a_file_for_each_pass(
 @pytest.mark.parametrize("name", PIPELINES)
 def test_passes_are_functions(name: str) -> None:
     for each in (*PIPELINES[name].passes, *PIPELINES[name].lowered_passes):
-        module, _, function = each.partition(".")
         if name == "TENSORRT":
             pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-        found = import_module(f"mtpbuild.builder.targets.passes.{module}")
-        assert callable(getattr(found, function))
+        assert callable(getattr(import_module(each.module), each.name))
 
 
 def test_what_cannot_be_dumped(smallest: Path, tmp_path: Path) -> None:

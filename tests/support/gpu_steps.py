@@ -45,7 +45,7 @@ def with_kernels(traced: TracedProgram) -> ExportedProgram:
     """Return the program as a GPU gets it, with tensors on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_graph, "DEVICE", "cpu")
-        passes = [name for name in INDUCTOR_CUDA.lowered_passes if name.startswith("gpu_graph.")]
+        passes = [p for p in INDUCTOR_CUDA.lowered_passes if p.file == "gpu_graph"]
         lowered: ExportedProgram = run_passes(passes, traced.exported, traced)
     return lowered
 

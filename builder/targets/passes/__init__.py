@@ -1,18 +1,18 @@
 """Passes: functions that rewrite a graph before a target compiles it.
 
-A pass takes the graph and its `TracedProgram`, and returns the graph, rewritten in place or anew.
+A `Pass` takes the graph and its `TracedProgram`, and returns the graph, rewritten in place or anew.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mtpbuild.builder.graph.pipelines import Pass
 from mtpbuild.runtime.errors import BuildError
 
 if TYPE_CHECKING:
@@ -55,12 +55,11 @@ def dump_graph(program: str, stage: str, graph: Any) -> None:
         dump.write(program, stage, graph)
 
 
-def run_passes(names: Sequence[str], graph: Any, traced: "TracedProgram") -> Any:
-    """Rewrite a graph by passes, each named `module.function`; return the graph."""
-    for name in names:
-        module, _, function = name.partition(".")
-        graph = getattr(import_module(f"{__name__}.{module}"), function)(graph, traced)
-        dump_graph(traced.name, function, graph)
+def run_passes(passes: Sequence[Pass], graph: Any, traced: "TracedProgram") -> Any:
+    """Rewrite a graph by passes, in order; return the graph."""
+    for rewrite in passes:
+        graph = rewrite(graph, traced)
+        dump_graph(traced.name, rewrite.name, graph)
     return graph
 
 
