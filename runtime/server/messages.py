@@ -173,10 +173,8 @@ class MessagesAnswer(BlockAnswer):
     kind = "msg"
 
     def make_full_body(self) -> Json:
-        return (
-            self._make_message([_make_content_block(block) for block in self.blocks])
-            | self._end_fields()
-        )
+        blocks = filter(self.is_shown, self.choice.whole_blocks)
+        return self._make_message([*map(_make_content_block, blocks)]) | self._end_fields()
 
     def make_first_events(self) -> Iterator[Json]:
         end = {"stop_reason": None, "stop_sequence": None, "usage": self._make_usage()}

@@ -37,7 +37,8 @@ class ToolUse:
 
     def make_parser(self) -> ToolCallParser:
         """Return a parser of one answer."""
-        return ToolCallParser(self.form, self.tools, single=self.single)
+        forced = self.forced is not None
+        return ToolCallParser(self.form, self.tools, single=self.single, forced=forced)
 
 
 def read_tool_use(
