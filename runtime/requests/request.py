@@ -277,9 +277,12 @@ class Request:
         self._starts.append(self._text.length)
         may_stop = count >= self.params.min_tokens
         ends = may_stop and token in self._end_ids
-        if ends or self._text.push(token, from_draft, may_stop=may_stop):
+        if not ends and self._text.push(token, from_draft, may_stop=may_stop):
             return "stop"
-        return "length" if count >= self._limit else None
+        full = count >= self._limit
+        if (ends or full) and self._text.cut_at_stop():
+            return "stop"
+        return "stop" if ends else "length" if full else None
 
     def _count_reasoning_tokens(self) -> int:
         """Return the number of thought tokens: all, if the thought has not ended."""
