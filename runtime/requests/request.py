@@ -82,6 +82,7 @@ class Result:
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     # Not empty: drafts were accepted by chance, at these rates, and the text is meaningless.
     synthetic_acceptance_rates: tuple[float, ...] = ()
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 class Observer(Protocol):
@@ -246,6 +247,7 @@ class Request:
             None if self.params.logprobs is None else self.logprobs,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             self.synthetic,
+            self._stop_reason() if self.finish_reason == "stop" else None,
         )
 
     def metrics(self) -> RequestMetrics:

@@ -214,9 +214,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         name = f"{TEXTS[block.kind]}.done"
-        if block.kind == "call":
+        if block.kind == "call" and not block.cut:
             yield self._make_event(name, block, arguments=block.text, name=block.name)
-        else:
+        elif block.kind != "call":
             yield self._make_event(name, block, text=block.text, **LOGPROBS[block.kind])
             yield self._make_event(
                 "content_part.done", block, part=_make_part(block.kind, block.text)

@@ -108,6 +108,42 @@ def test_errors_are_the_packages_own(client: "Anthropic", server: Live) -> None:
             assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("bearer", "key", "status"),
+    [("k", None, 200), (None, "k", 200), ("none", "k", 200), ("k", "none", 200),
+     ("none", None, 401), (None, "none", 401), ("none", "none", 401)],
+)  # fmt: skip
+def test_one_of_two_keys_is_enough(
+    server: Live, bearer: str | None, key: str | None, status: int
+) -> None:
+    """Claude Code sends both if both are set."""
+    headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+    headers |= {} if key is None else {"x-api-key": key}
+    with server.client(headers=headers) as client:
+        assert client.post("/v1/messages", json=ASK).status_code == status
+
+
+def test_a_stream_counts_its_prompt_once(server: Live) -> None:
+    """What was cached is known at its start."""
+    counts = []
+    with server.client(headers={"x-api-key": "k"}) as client:
+        for _ in range(2):
+            told = events(client.post("/v1/messages", json=ASK | GREEDY | {"stream": True}))
+            counts.append([told[0]["message"]["usage"], told[-2]["usage"]])
+    for start, end in counts:
+        assert start | {"output_tokens": end["output_tokens"]} == end
+    assert counts[1][0]["cache_read_input_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["container", "mcp_servers"])
+def test_what_the_server_has_not_is_refused(client: "Anthropic", name: str) -> None:
+    import anthropic
+
+    with pytest.raises(anthropic.BadRequestError, match=f"{name} is not supported: the server"):
+        client.messages.create(**ASK, extra_body={name: [{"name": "x"}]})
+    assert client.messages.create(**ASK, extra_body={name: []}).content
+
+
 def test_a_failure_in_a_stream() -> None:
     with served(**saying(SAID)) as (server, programs), server.client() as client:
         programs.fail = RuntimeError("broken")
@@ -147,6 +183,12 @@ def test_what_a_conversation_becomes() -> None:
         ],
     }
     chat = MessagesBody.chat_body(MessagesBody.model_validate(body))
+    body["messages"] = body["messages"][:2]
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    called = MessagesBody.model_validate(body | {"output_format": form}).chat_body()
+    assert called.continue_final_message is None, "a turn that ends in a call is complete"
+    schema = {"schema": form["schema"]}
+    assert called.response_format == {"type": "json_schema", "json_schema": schema}
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"x": 1}'}}
     assert chat.messages == [
         {"role": "system", "content": [{"type": "text", "text": "be brief"}]},

@@ -183,6 +183,7 @@ def test_bodies_that_are_too_long_or_do_not_come() -> None:
 
 def test_no_page_of_another_origin_may_ask() -> None:
     asked = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+    asked["Access-Control-Request-Private-Network"] = "true"
     with served() as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert "access-control-allow-origin" not in response.headers
@@ -193,7 +194,9 @@ def test_no_page_of_another_origin_may_ask() -> None:
     settings = ServerOptions(allow_origin=["http://a.example"], key="k")
     with served(settings=settings) as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
+        assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "http://a.example"
+        assert response.headers["access-control-allow-private-network"] == "true"
         named = page | {"Authorization": "Bearer k"}
         assert client.post("/v1/completions", json=ASK, headers=named).status_code == 200
 

@@ -60,7 +60,7 @@ def found(form: str, text: str, tools: Any = None, parts: list[str] | None = Non
     parser = ToolCallParser(FORMS[form], tools or {})
     texts, calls = joined(fed(parser, parts or [text]))
     if parser.cut_named:
-        with pytest.raises(ValueError):
+        with pytest.raises(json.JSONDecodeError):
             json.loads(calls.pop()[1])
         texts["content"] += parser.cut or ""
     return texts["content"], [(name, strict(arguments)) for name, arguments in calls]
