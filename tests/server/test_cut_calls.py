@@ -1,8 +1,9 @@
 """A call that a stop string, max_tokens or the model's own end cuts is no call, in any API."""
 
+import itertools
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2
 import pytest
@@ -31,36 +32,30 @@ ASK: dict[str, Any] = {
     | {"tools": [{"type": "function"} | RUN]},
 }
 REASONS = {"stop": "stop_sequence", "length": "max_tokens", "end": "end_turn"}
-Case = tuple[httpx2.Client, Engine, str, str, str, str]
 
 
-@pytest.fixture(params=["stop", "length", "end"])
-def cut(request: pytest.FixtureRequest) -> str:
-    """Return what cuts the call."""
-    return str(request.param)
+class Case(NamedTuple):
+    """An answer that says something and calls a tool; `raw` is what is left of it."""
+
+    client: httpx2.Client
+    engine: Engine
+    form: str
+    cut: str
+    said: str
+    raw: str
 
 
-@pytest.fixture(params=["hermes", "qwen3_coder"])
-def form(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=["", "I look."])
-def said(request: pytest.FixtureRequest) -> str:
-    """Return what the answer says before the call."""
-    return str(request.param)
-
-
-@pytest.fixture
-def case(form: str, cut: str, said: str) -> Iterator[Case]:
-    """Serve an answer whose call is cut; the last value is what a whole answer's content is."""
+@pytest.fixture(params=itertools.product(FORMS, REASONS, ("", "I look.")))
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """Serve an answer whose call is cut."""
+    form, cut, said = request.param
     text = said + FORMS[form]
     raw = text[: text.index("x/old")]
     answer = saying(raw + "</s>" if cut == "end" else text)
     engine, _ = fake_engine(max_seq_len=500, **answer)
     settings = ServerOptions(tool_call_parser=form)
     with engine, live(engine, settings) as server, server.client() as client:
-        yield client, engine, form, cut, said, said or raw
+        yield Case(client, engine, form, cut, said, raw)
 
 
 def limit(cut: str, path: str, engine: Engine, raw: str) -> dict[str, Any]:
@@ -73,8 +68,8 @@ def limit(cut: str, path: str, engine: Engine, raw: str) -> dict[str, Any]:
 
 
 def test_a_cut_call_of_whole_answers(case: Case) -> None:
-    client, engine, form, cut, said, content = case
-    raw = said + FORMS[form][: FORMS[form].index("x/old")]
+    client, engine, form, cut, said, raw = case
+    content = said or raw
 
     def ask(path: str) -> Any:
         body = ASK[path] | limit(cut, path, engine, raw)
@@ -100,8 +95,8 @@ def test_a_cut_call_of_whole_answers(case: Case) -> None:
 
 def test_a_cut_call_of_streams(case: Case) -> None:
     """What went out stays, no brace is added, and nothing says that the call is complete."""
-    client, engine, form, cut, said, content = case
-    raw = said + FORMS[form][: FORMS[form].index("x/old")]
+    client, engine, form, cut, said, raw = case
+    content = said or raw
     wanted = (said, BEGUN) if form == "hermes" else (content, "")
 
     def ask(path: str) -> list[Any]:
@@ -132,8 +127,8 @@ def test_a_cut_call_of_streams(case: Case) -> None:
 
 
 def test_a_cut_call_in_python(case: Case) -> None:
-    _, engine, form, cut, said, content = case
-    raw = said + FORMS[form][: FORMS[form].index("x/old")]
+    _, engine, form, cut, said, raw = case
+    content = said or raw
     fields = limit(cut, CHAT, engine, raw)
     params = SamplingParams(max_tokens=fields.get("max_tokens", 100), stop=fields.get("stop", []))
     options: Any = {"tools": ASK[CHAT]["tools"], "tool_call_parser": form}

@@ -62,17 +62,6 @@ def test_a_message_and_its_stream(client: "Anthropic") -> None:
     assert count.input_tokens == told.usage.input_tokens
 
 
-def test_the_order_of_events(server: Live) -> None:
-    body = ASK | GREEDY | {"tools": [WEATHER], "stream": True}
-    with server.client(headers={"x-api-key": "k"}) as client:
-        lines = client.post("/v1/messages", json=body).text.splitlines()
-    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    block = ["content_block_start", "content_block_delta", "content_block_stop"]
-    order = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
-    assert order == ["message_start", *block * 3, "message_delta", "message_stop"]
-    assert lines[-2].startswith('data: {"type":"message_stop"'), "there is no [DONE]"
-
-
 def test_why_it_ends(client: "Anthropic") -> None:
     ended = client.messages.create(**ASK, extra_body=GREEDY)
     assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "｜end｜")

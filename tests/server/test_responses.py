@@ -57,28 +57,6 @@ def test_a_response_and_its_stream(client: Any) -> None:
     assert done == [item.id for item in final.output]
 
 
-def test_the_order_of_events(server: Live) -> None:
-    body = ASK | STOP | {"tools": [WEATHER], "stream": True}
-    with server.client() as client:
-        response = client.post("/v1/responses", json=body)
-    lines = response.text.splitlines()
-    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    told = events(response)
-    assert [event["type"] for event in told] == names
-    assert [event["sequence_number"] for event in told] == [*range(len(told))]
-    order = [n.removeprefix("response.") for i, n in enumerate(names) if n != names[i - 1]]
-    arguments = "function_call_arguments"
-    assert order == [
-        *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta"),
-        *("reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta"),
-        *("output_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
-        "completed",
-    ]
-
-
 def test_an_answer_that_is_cut(client: Any) -> None:
     cut = client.responses.create(**ASK | {"max_output_tokens": 15})
     assert (cut.status, cut.output[-1].type) == ("incomplete", "message")

@@ -348,6 +348,7 @@ def function(name: str, **arguments: str) -> str:
         ("So " + OPEN + "<func", "So ", []),
         (OPEN + "<function=f>\n<parameter=s>\nabc</parameter></function>" + CLOSE, "",
          [("f", {"s": "abc"})]),
+        (qwen("weather"), qwen("weather"), []),
         ("Write <function=name> and <tool_call>, so.", "Write <function=name> and <tool_call>, so.",
          []),
     ],
