@@ -220,7 +220,8 @@ class Grammars:
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_cut_to_one_line(matcher.get_error())}")
         if not may_be_satisfied(matcher, -(-self._manifest.model.vocab_size // WORD)):
-            raise RequestError("structured_outputs: no answer satisfies this form")
+            wrong = "no answer satisfies this form, or it is too complex"
+            raise RequestError(f"structured_outputs: {wrong}")
         return matcher
 
 
