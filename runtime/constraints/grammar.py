@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 LEXER_STATES = 50_000  # limit; a state has 1 to 2 kB
 KEPT = 16  # compiled grammars in the cache
+PROBED = 64  # states of a grammar in which an answer is looked for
 STACK = 256 * 1024 * 1024  # bytes, used on demand: llguidance recurses into nested rules
 
 
@@ -50,7 +51,8 @@ class Grammar(Protocol):
 class GrammarMatcher:
     """A grammar, advanced to the end of its request's tokens; for one thread at a time.
 
-    A thought's tokens are not limited: the grammar begins after the token that ends the thought.
+    The grammar begins after the token that ends the thought. Before that only the tokens that end
+    the answer are forbidden.
     """
 
     def __init__(
@@ -64,6 +66,10 @@ class GrammarMatcher:
         self._matcher, self._end_ids = matcher, end_ids
         self._shape = window, words
         self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
+        in_thought = np.full(words, -1, np.int32)
+        for id in end_ids:
+            in_thought.view(np.uint32)[id // WORD] &= ~np.uint32(1 << id % WORD)
+        self._in_thought = in_thought
         self.kept = 0
 
     def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
@@ -80,7 +86,9 @@ class GrammarMatcher:
         last = len(allowed) - 1
         self.kept = len(tokens)
         for row in range(len(allowed)):
-            if not thinking:
+            if thinking:
+                allowed[row] = self._in_thought
+            else:
                 fill_next_token_bitmask(matcher, allowed, row)
                 if row < last and (
                     row == len(tokens) or not _is_allowed(allowed, row, tokens[row])
@@ -117,7 +125,10 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(f"structured_outputs: {_cut_to_one_line(self._matcher.get_error())}")
+            raise RequestError(
+                "structured_outputs: no token can go on with this answer, or the form is too "
+                "complex to follow"
+            )
 
 
 class GrammarTokens:
@@ -208,7 +219,34 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_cut_to_one_line(matcher.get_error())}")
+        if not may_be_satisfied(matcher, -(-self._manifest.model.vocab_size // WORD)):
+            wrong = "no answer satisfies this form, or it is too complex"
+            raise RequestError(f"structured_outputs: {wrong}")
         return matcher
+
+
+def may_be_satisfied(matcher: "LLMatcher", words: int) -> bool:
+    """Return False if no tokens satisfy a grammar; True if `PROBED` states do not tell.
+
+    words: of a mask of the vocabulary.
+    """
+    from llguidance.numpy import fill_next_token_bitmask
+
+    pending, mask = [(matcher, list[int]())], np.zeros((1, words), np.int32)
+    for _ in range(PROBED):
+        if not pending:
+            return False
+        state, tokens = pending.pop()
+        state = state.deep_copy()
+        state.consume_tokens(tokens)
+        state.consume_tokens(state.compute_ff_tokens())
+        if state.is_accepting():
+            return True
+        fill_next_token_bitmask(state, mask, 0)
+        if not state.is_error():
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            pending += [(state, [int(token)]) for token in allowed[:PROBED]]
+    return True
 
 
 def _write_source(form: StructuredOutputs) -> str:

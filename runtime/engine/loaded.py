@@ -234,7 +234,8 @@ class LoadedEngine:
         if tool_choice == "none" or not options.get("tools"):
             options.pop("tools", None)
         prompt: Prompt = messages  # type: ignore[assignment]
-        if not isinstance(messages, str) and not (messages and isinstance(messages[0], Integral)):
+        first = messages[0] if isinstance(messages, Sequence) and messages else None
+        if not isinstance(messages, str) and not isinstance(first, Integral):
             prompt = self.chat_ids(cast(Sequence[Message], messages), **options)
         if tool_use is not None and tool_use.forced is not None:
             if params.structured_outputs is not None:

@@ -23,6 +23,7 @@ class AnswerBlock:
     kind: str  # reasoning, content or call
     id: str  # of a call
     name: str = ""  # of the tool
+    cut: bool = False  # a call that the answer's end has cut
     _parts: list[str] = field(default_factory=list)
 
     @property
@@ -64,22 +65,34 @@ class AnswerParser:
         if last:
             self.metrics, self.reason = chunk.metrics, chunk.finish_reason
             self.stop_reason = chunk.stop_reason
-            if self.reason == "stop" and self.call_blocks:
+            if self.calls is not None and self.calls.cut_named:
+                self.blocks[-1].cut = True
+            if self.reason == "stop" and not self.has_cut_call and self.tool_calls:
                 self.reason = "tool_calls"
         return pieces
 
-    def join_text(self, kind: str) -> str:
-        """Join the texts of the blocks of one kind."""
-        return "".join(block.text for block in self.blocks if block.kind == kind)
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the answer's end has cut a call, which is then no call."""
+        return self.calls is not None and self.calls.cut is not None
 
     @property
-    def call_blocks(self) -> list[AnswerBlock]:
-        return [block for block in self.blocks if block.kind == "call"]
+    def whole_blocks(self) -> list[AnswerBlock]:
+        """The blocks of a whole answer: a call that was cut is its text, or is left out."""
+        blocks = [block for block in self.blocks if not block.cut]
+        if len(blocks) < len(self.blocks) and self.calls and self.calls.cut:
+            blocks.append(AnswerBlock("content", self.blocks[-1].id, _parts=[self.calls.cut]))
+        return blocks
+
+    def join_text(self, kind: str) -> str:
+        """Join the texts of a whole answer's blocks of one kind."""
+        return "".join(block.text for block in self.whole_blocks if block.kind == kind)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls, in the form that messages have."""
-        return [make_tool_call(block.id, block.name, block.text) for block in self.call_blocks]
+        """The complete calls, in the form that messages have."""
+        calls = [block for block in self.whole_blocks if block.kind == "call"]
+        return [make_tool_call(call.id, call.name, call.text) for call in calls]
 
     def call_deltas(self, pieces: Iterable[AnswerPiece]) -> list[ToolCall]:
         """Return pieces of calls as OpenAI streams them: the first has id, type and name."""

@@ -82,6 +82,7 @@ class Result:
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     # Not empty: drafts were accepted by chance, at these rates, and the text is meaningless.
     synthetic_acceptance_rates: tuple[float, ...] = ()
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
 
 
 class Observer(Protocol):
@@ -246,6 +247,7 @@ class Request:
             None if self.params.logprobs is None else self.logprobs,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             self.synthetic,
+            self._stop_reason() if self.finish_reason == "stop" else None,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -277,9 +279,12 @@ class Request:
         self._starts.append(self._text.length)
         may_stop = count >= self.params.min_tokens
         ends = may_stop and token in self._end_ids
-        if ends or self._text.push(token, from_draft, may_stop=may_stop):
+        if not ends and self._text.push(token, from_draft, may_stop=may_stop):
             return "stop"
-        return "length" if count >= self._limit else None
+        full = count >= self._limit
+        if (ends or full) and self._text.cut_at_stop():
+            return "stop"
+        return "stop" if ends else "length" if full else None
 
     def _count_reasoning_tokens(self) -> int:
         """Return the number of thought tokens: all, if the thought has not ended."""

@@ -174,7 +174,7 @@ class Answer:
         firsts = choices[:: self.body.n or 1]
         prompt = sum(len(choice.ids) for choice in firsts)
         completion = sum(len(choice.token_ids) for choice in choices)
-        cached = sum(c.metrics.cached_tokens for c in firsts if c.metrics)
+        cached = sum(self.requests[each.index].cached_tokens for each in firsts if self.requests)
         thought = sum(choice.reasoning_tokens for choice in choices)
         return {
             "prompt_tokens": prompt,

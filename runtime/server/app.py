@@ -92,6 +92,7 @@ def make_app(services: Services) -> FastAPI:
             allow_origins=services.settings.allow_origin,
             allow_methods=["*"],
             allow_headers=["*"],
+            allow_private_network=True,
         )
     return app
 

@@ -107,15 +107,10 @@ class BlockAnswer(Answer):
     def choice(self) -> AnswerChoice:
         return self.choices[0]
 
-    @property
-    def blocks(self) -> list[AnswerBlock]:
-        """The blocks that are shown to the client."""
-        return [block for block in self.choice.blocks if self._is_shown(block)]
-
     def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
         for number, found in groupby(pieces, lambda piece: piece.block):
             block = choice.blocks[number]
-            if not self._is_shown(block):
+            if not self.is_shown(block):
                 continue
             if block is not self._open:
                 yield from self._close()
@@ -132,7 +127,8 @@ class BlockAnswer(Answer):
         if self._open is not None:
             yield from self.close_events(self._open)
 
-    def _is_shown(self, block: AnswerBlock) -> bool:
+    def is_shown(self, block: AnswerBlock) -> bool:
+        """Return whether the client wants to see a block."""
         return block.kind != "reasoning" or self.body.include_reasoning is not False
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from mtpbuild.runtime.constraints.json_schema import parse_finite
@@ -33,7 +34,10 @@ def make_route_class(pool: Pool) -> type[APIRoute]:
             kind = TypeAdapter[Any](get_type_hints(answer)["body"])
 
             async def handle(request: Request) -> Response:
-                raw = b"".join([piece async for piece in request.stream()])
+                try:
+                    raw = b"".join([piece async for piece in request.stream()])
+                except ClientDisconnect:  # nobody reads this
+                    raise ApiError(400, "the client closed the connection") from None
                 request.state.long = len(raw) > LONG
                 if request.state.long:
                     body = await pool.run(object(), read_body, raw, kind)

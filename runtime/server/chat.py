@@ -118,13 +118,14 @@ class ChatAnswer(Answer):
     def _make_choice(self, choice: AnswerChoice) -> Json:
         content = choice.join_text("content")
         message: Json = {"role": "assistant", "content": content or None, "refusal": None}
-        if not choice.call_blocks and not choice.params.split_thought:
+        calls = choice.tool_calls
+        if not (calls or choice.has_cut_call or choice.params.split_thought):
             message["content"] = content
         thought = choice.join_text("reasoning")
         if thought and self.body.include_reasoning is not False:
             message |= {"reasoning_content": thought, "reasoning": thought}
-        if choice.call_blocks:
-            message["tool_calls"] = choice.tool_calls
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": choice.index,
             "message": message,

@@ -52,10 +52,10 @@ class RequestGate:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.key
         if key is not None and find_route_path(scope) not in FREE and scope["method"] != "OPTIONS":
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer":
-                given = headers.get(b"x-api-key", b"")  # Anthropic's clients
-            if not hmac.compare_digest(given.strip(), key.encode()):
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            keys = [headers.get(b"x-api-key", b"")]  # of Anthropic's clients, which may send both
+            keys += [token] if scheme.lower() == b"bearer" else []
+            if not any(hmac.compare_digest(each.strip(), key.encode()) for each in keys):
                 raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY")
         self._check_page(scope, headers)
         size = headers.get(b"content-length", b"0")

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
-from mtpbuild.runtime.server.answers import Json
+from mtpbuild.runtime.requests.request import Chunk
+from mtpbuild.runtime.server.answers import AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
 from mtpbuild.runtime.server.chat import encode_prompt
 from mtpbuild.runtime.server.errors import ApiError
@@ -21,6 +22,10 @@ NAMES = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     "include_reasoning": "thinking",
     "continue_final_message": "messages",
+}
+REFUSED = {
+    "container": "the server runs no code",
+    "mcp_servers": "the server has no tools of its own",
 }
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -68,6 +73,7 @@ class MessagesPrompt(TranslatedBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # an older name of output_config.format
 
     def conversation(self) -> list[tuple[str, Json]]:
         system = [("system", {"role": "system", "content": self.system})] if self.system else []
@@ -80,7 +86,11 @@ class MessagesPrompt(TranslatedBody):
 
     def chat_body(self) -> ChatBody:
         fields, template = self.chat_fields(), Json()
-        if self.messages and self.messages[-1].role == "assistant":
+        for name, reason in REFUSED.items():
+            if (self.model_extra or {}).get(name):
+                raise ApiError(400, f"{name} is not supported: {reason}", name)
+        final = self.conversation()[-1][1] if self.messages else {}
+        if final.get("role") == "assistant" and "tool_calls" not in final:
             fields["continue_final_message"] = True
         if self.tools:
             fields["tools"] = [_read_tool(*tool) for tool in enumerate(self.tools)]
@@ -88,11 +98,11 @@ class MessagesPrompt(TranslatedBody):
             named = {"type": "function", "function": {"name": choice.name or ""}}
             fields["tool_choice"] = CHOICES.get(choice.type, named)
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-        if config := self.output_config:
-            if config.format:
-                schema = {"schema": config.format.schema_}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-            template |= {"reasoning_effort": config.effort} if config.effort else {}
+        config = self.output_config or OutputConfig()
+        if form := config.format or self.output_format:
+            schema = {"schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        template |= {"reasoning_effort": config.effort} if config.effort else {}
         if self.thinking:
             fields["include_reasoning"] = thinks = self.thinking.type != "disabled"
             template |= {"thinking": thinks, "enable_thinking": thinks}
@@ -142,7 +152,8 @@ def _chat_messages(number: int, turn: Turn) -> list[Json]:
                 call = make_tool_call(id, name, json.dumps(arguments, ensure_ascii=False))
                 message.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result", "tool_use_id": str(id)}:
-                content = _read_result(block.get("content"), failed=block.get("is_error") is True)
+                result = block.get("content") or ""
+                content = _read_result(result, failed=block.get("is_error") is True)
                 given.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
                 where, kind = f"messages.{number}.content", block.get("type")
@@ -171,16 +182,21 @@ class MessagesAnswer(BlockAnswer):
     """An answer as Anthropic's message."""
 
     kind = "msg"
+    _started = False
 
     def make_full_body(self) -> Json:
-        return (
-            self._make_message([_make_content_block(block) for block in self.blocks])
-            | self._end_fields()
-        )
+        blocks = filter(self.is_shown, self.choice.whole_blocks)
+        return self._make_message([*map(_make_content_block, blocks)]) | self._end_fields()
 
     def make_first_events(self) -> Iterator[Json]:
-        end = {"stop_reason": None, "stop_sequence": None, "usage": self._make_usage()}
-        yield {"type": "message_start", "message": self._make_message([]) | end}
+        yield from ()
+
+    def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
+        if not self._started:  # with the first step it is known how much of the prompt was cached
+            self._started = True
+            end = {"stop_reason": None, "stop_sequence": None, "usage": self._make_usage()}
+            yield {"type": "message_start", "message": self._make_message([]) | end}
+        yield from super().events(choice, chunk, pieces)
 
     def open_events(self, block: AnswerBlock) -> Iterator[Json]:
         empty = _make_content_block(AnswerBlock(block.kind, block.id, block.name))

@@ -184,10 +184,18 @@ class ResponsesAnswer(BlockAnswer):
     _events = 0
 
     def make_full_body(self) -> Json:
-        complete = self.choice.reason != "length"
-        shown = self.blocks
-        output = [self._make_item(block, complete or block is not shown[-1]) for block in shown]
-        return self._make_response("completed" if complete else "incomplete", output)
+        shown = filter(self.is_shown, self.choice.blocks)
+        output = [self._make_item(block, self._is_complete(block)) for block in shown]
+        return self._make_response("incomplete" if self._is_cut else "completed", output)
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.choice.reason == "length" or self.choice.has_cut_call
+
+    def _is_complete(self, block: AnswerBlock) -> bool:
+        """Return whether nothing of a block is missing; a call may be closed in a cut answer."""
+        whole = not block.cut if block.kind == "call" else not self._is_cut
+        return whole or block is not self.choice.blocks[-1]
 
     def make_first_events(self) -> Iterator[Json]:
         for name in ("created", "in_progress"):
@@ -206,16 +214,14 @@ class ResponsesAnswer(BlockAnswer):
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         name = f"{TEXTS[block.kind]}.done"
-        if block.kind == "call":
+        if block.kind == "call" and not block.cut:
             yield self._make_event(name, block, arguments=block.text, name=block.name)
-        else:
+        elif block.kind != "call":
             yield self._make_event(name, block, text=block.text, **LOGPROBS[block.kind])
             yield self._make_event(
                 "content_part.done", block, part=_make_part(block.kind, block.text)
             )
-        item = self._make_item(
-            block, self.choice.reason != "length" or block is not self.blocks[-1]
-        )
+        item = self._make_item(block, self._is_complete(block))
         yield self._make_event("output_item.done", output_index=self.index, item=item)
 
     def end_events(self) -> Iterator[Json]:
@@ -254,7 +260,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _make_response(self, status: str, output: list[Json]) -> Json:
         asked = self.asked.model_dump(exclude_unset=True)
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        cut = {"reason": "max_output_tokens"} if self.choice.reason == "length" else None
         return {
             "id": self.id,
             "object": "response",

@@ -60,6 +60,12 @@ class ChatTemplates:
         _check_names(options)
         tools, continued = options.get("tools"), options.get("continue_final_message")
         opened = options.get("add_generation_prompt")
+        for name, value, kinds in (
+            ("add_generation_prompt", opened, bool),
+            ("continue_final_message", continued, bool | str),
+        ):
+            if value is not None and not isinstance(value, kinds):
+                raise RequestError(f"{name} must be true or false, not {value!r:.60}")
         if continued and opened:
             raise RequestError("give one of add_generation_prompt and continue_final_message")
         variables = {
@@ -127,7 +133,7 @@ def _check_objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise RequestError(f"{name} is a list of JSON objects")
+        raise RequestError(f"{name} is a list of JSON objects, not {given!r:.60}")
     for number, entry in enumerate(given):
         if not isinstance(entry, Mapping):
             raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
@@ -147,10 +153,12 @@ def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    for name in REASONING:
-        if name in message:
-            return {"thinking": message[name], **message, "reasoning_content": message[name]}
-    return message
+    thoughts = [message[name] for name in REASONING if name in message]
+    if not thoughts:
+        return message
+    thought = next(filter(None, thoughts), thoughts[0])  # an empty field may stand beside it
+    message = {name: value for name, value in message.items() if value or name not in REASONING}
+    return {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) -> str:

@@ -70,7 +70,7 @@ class TextStream:
 
     A character may be spread over several tokens: the decoder keeps its first bytes until the rest
     arrives. The possible beginning of a stop string is held back too, and so is white space that a
-    thought may follow.
+    thought may follow. A stop string counts if its last character may end the text.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class TextStream:
         self._stop_in_thought = stop_in_thought
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: list[Span] = []  # may begin a stop string
+        self._unsearched = 0  # characters at the end of `_pending` that may end the text
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
@@ -114,11 +115,12 @@ class TextStream:
             self._pending = [span._replace(kind=kind) for span in self._pending]
         if text:
             self._pending.append(Span(text, from_draft, kind))
-        in_answer = thought is None or (thought.started and kind == "content")
-        scans = bool(self._stop) and may_stop and (in_answer or self._stop_in_thought)
-        if scans and self._cut_at_stop():
+        started = thought is None or thought.started
+        scans = bool(self._stop) and (kind == "content" or self._stop_in_thought)
+        self._unsearched = self._unsearched + len(text) if scans and may_stop else 0
+        if (started or self._stop_in_thought) and self.cut_at_stop():
             return True
-        if thought is None or thought.started:
+        if started:
             self._release(measure_marker_prefix(self._tail, *self._stop) if scans else 0)
         return False
 
@@ -144,10 +146,17 @@ class TextStream:
             if self._thought is not None:
                 self._thought.started = True
 
-    def _cut_at_stop(self) -> bool:
-        """Cut the pending text at a stop string; return False if there is none."""
+    def cut_at_stop(self) -> bool:
+        """Cut the pending text at a stop string; return False if there is none.
+
+        After the last token it finds one in white space that was held back.
+        """
+        if not self._unsearched:
+            return False
         tail = self._tail
-        found = [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]
+        first_end, self._unsearched = len(tail) - self._unsearched + 1, 0
+        starts = {stop: tail.find(stop, max(0, first_end - len(stop))) for stop in self._stop}
+        found = [(at, stop) for stop, at in starts.items() if at >= 0]
         if found:
             at, self.stopped_by = min(found)
             self._emit(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)

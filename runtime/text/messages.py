@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mtpbuild.runtime.errors import RequestError, TemplateLimitError
-from mtpbuild.runtime.text.chat_template import Message
+from mtpbuild.runtime.text.chat_template import REASONING, Message
 
 Render = Callable[[Sequence[Message]], str]
 MARK = "<instruction-{}-9e3b>"  # replaces an instruction's text in a trial rendering
@@ -37,18 +37,22 @@ def render_messages(messages: Sequence[Message], render_plain: Render) -> str:
 
 def _join_content(number: int, message: Message) -> Message:
     """Return the message with its content as one string, as vLLM passes it to templates."""
-    content = message.get("content")
+    content, where = message.get("content"), f"messages.{number}.content"
     if content is None:
-        return {**message, "content": ""}
+        parts = any(message.get(name) for name in ("tool_calls", "function_call", *REASONING))
+        if message.get("role") == "assistant" and (parts or "content" in message):
+            return {**message, "content": ""}
+        raise RequestError(f"{where} is missing: a text or a list of parts")
     if isinstance(content, str):
         return message
-    where = f"messages.{number}.content"
     if not isinstance(content, list | tuple):
         raise RequestError(f"{where} is a text or a list of parts")
     texts = []
     for part in content:
         match part:
             case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
                 raise RequestError(f"{where}: only parts of text are supported")

@@ -14,25 +14,31 @@ from mtpbuild.runtime.tool_calls.forms import CallParser, Form
 from mtpbuild.runtime.tool_calls.json_calls import JsonCallParser
 from mtpbuild.runtime.tool_calls.tagged import TaggedCallParser
 
-MAX_TRUNCATED = 8  # unfinished calls at the answer's end before the rest becomes plain text
-
 
 @dataclass(slots=True)
 class ToolCallParser:
     """A parser of the calls in one answer.
 
     tools: function -> JSON schema of its arguments, which gives arguments in tags their types.
-    single: return only the first call, and nothing after it.
+    single: return only the first call, and nothing after it. forced: the answer must be calls.
+    cut: the text of a whole answer in place of a call that the answer's end has cut; None if all
+    calls are closed. Such a call is never completed: its arguments end where the model's text ends.
+    cut_named: whether the name of that call has been returned.
     """
 
     form: Form
     tools: Mapping[str, Any] = field(default_factory=dict)
     single: bool = False
+    forced: bool = False
     count: int = 0  # calls so far
+    cut: str | None = field(default=None, init=False)
+    cut_named: bool = field(default=False, init=False)
     _pending: str = field(default="", init=False)
     _call: CallParser | None = field(default=None, init=False)
     _space: str = field(default="", init=False)  # before the call; kept if it turns out to be text
-    _truncated: int = field(default=0, init=False)
+    _raw: list[str] = field(default_factory=list, init=False)  # the text of the newest call
+    _closed: int = field(default=0, init=False)  # calls before the newest one
+    _said: bool = field(default=False, init=False)  # whether the content has more than white space
     _markers: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
@@ -62,7 +68,7 @@ class ToolCallParser:
         if not found:
             self._pending = "" if last else space + self._pending
         elif marker not in self.form.outer:
-            self._space = space
+            self._space, self._raw, self._closed = space, [marker], self.count
             tagged = self.form.tags is not None
             self._call = (
                 TaggedCallParser(self.form, self.tools, marker)
@@ -76,11 +82,15 @@ class ToolCallParser:
         return text.rstrip() if self.count else text
 
     def _make_content(self, text: str) -> list[AnswerPiece]:
-        return [] if self.single and self.count else [AnswerPiece("content", self._trim(text))]
+        if self.single and self.count:
+            return []
+        self._said = self._said or bool(text.strip())
+        return [AnswerPiece("content", self._trim(text))]
 
     def _in_call(self, call: CallParser, last: bool) -> list[AnswerPiece]:
         pieces: list[AnswerPiece] = []
         text, self._pending = self._pending, ""
+        self._raw.append(text)
         for kind, parts in call.feed(text, last=last):
             if kind == "name":
                 self.count += 1
@@ -91,8 +101,12 @@ class ToolCallParser:
             pieces.append(AnswerPiece(kind, parts, 0 if kind == "content" else self.count - 1))
         if call.rest is not None:
             self._pending, self._call = call.rest, None
-            self._truncated += call.truncated
-            if call.truncated and self._truncated > MAX_TRUNCATED:
-                pieces += self._make_content(self._pending)
-                self._pending = ""
-        return pieces
+        return pieces + (self._end_truncated() if call.truncated else [])
+
+    def _end_truncated(self) -> list[AnswerPiece]:
+        """Set `cut`, and return the text of a call without a name if nothing else was said."""
+        if self.single and self._closed:
+            return []
+        self.cut_named = self.count > self._closed
+        self.cut = "" if self.forced or self._said or self._closed else "".join(self._raw)
+        return [] if self.cut_named else [AnswerPiece("content", self.cut)]

@@ -45,10 +45,11 @@ def _render_call(templates: ChatTemplates, arguments: Any) -> str:
 
 def _is_read_back(form: Form, text: str) -> bool:
     """Return whether the form's parser reads back exactly this call."""
-    pieces = ToolCallParser(form, {NAME: SCHEMA}).feed(text, last=True)
+    parser = ToolCallParser(form, {NAME: SCHEMA})
+    pieces = parser.feed(text, last=True)
     names = [piece.text for piece in pieces if piece.kind == "name"]
     text = "".join(piece.text for piece in pieces if piece.kind == "arguments")
-    return names == [NAME] and json.loads(text) == ARGUMENTS
+    return names == [NAME] and parser.cut is None and json.loads(text) == ARGUMENTS
 
 
 def _write_beginning(form: Form) -> str:

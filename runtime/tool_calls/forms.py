@@ -53,11 +53,12 @@ class Form:
 class CallParser:
     """A parser of one call, or of several within the same markers.
 
-    rest: the text after the call; None until the call is over.
+    rest: the text after the call; None until the call is over. truncated: whether the text ended
+    before the call was closed, by its JSON value or its last tag; then there is no rest.
     """
 
     rest: str | None = None
-    truncated = False  # whether the text would be a call if it had not ended
+    truncated = False
 
     def feed(self, text: str, *, last: bool) -> list[CallPart]:
         """Parse more text and return what is final. last: no text follows."""

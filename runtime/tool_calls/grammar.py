@@ -36,8 +36,7 @@ def write_calls_grammar(
         if form.tags is not None:
             rules += write_tagged_rules(f"call_{number}", form, name, schema, spell)
             continue
-        spelled = json.dumps(name, ensure_ascii=False)[1:-1] if form.head is None else name
-        parts = opening, json.dumps(spelled), inner, f"arguments_{number}", closing
+        parts = opening, json.dumps(name), inner, f"arguments_{number}", closing
         rules.append(f"call_{number}: {' '.join(parts)}")
         rules.append(_write_arguments_rules(name, schema, f"arguments_{number}"))
     first, last = (_quote_literal(mark, tokenizer) for mark in form.outer or ("", ""))

@@ -45,9 +45,12 @@ class JsonCallParser(CallParser):
         return parts
 
     def _refuse(self, *, truncated: bool = False) -> list[CallPart]:
-        """Give up on this call: its marker becomes content, and the rest is parsed for calls."""
-        self.rest, self.truncated = "".join(self._raw) + self._text, truncated
-        return [("content", self._form.begin)]
+        """Give up on this call: its marker becomes content, and the rest is parsed for calls.
+
+        truncated: the text has ended inside the call; it is not parsed, as it may quote calls.
+        """
+        self.rest, self.truncated = "" if truncated else "".join(self._raw) + self._text, truncated
+        return [] if truncated else [("content", self._form.begin)]
 
     def _read_head(self, last: bool) -> list[CallPart]:
         """Parse the name before the arguments."""
@@ -55,8 +58,9 @@ class JsonCallParser(CallParser):
         found = self._form.head.match(self._text[:LONGEST_HEAD])
         if found is None:
             ended = any(stop in self._text for stop in self._stops)
-            wait = not (last or ended or len(self._text) >= LONGEST_HEAD)
-            return [] if wait else self._refuse()
+            if ended or len(self._text) >= LONGEST_HEAD:
+                return self._refuse()
+            return self._refuse(truncated=True) if last else []
         self._name = found["name"].strip()
         if not self._name:
             return self._refuse()
@@ -73,12 +77,13 @@ class JsonCallParser(CallParser):
         found, start = LEAD.match(self._text), self._text.lstrip()
         assert found is not None
         first = self._text[found.end() : found.end() + 1]
-        if not last and (not first or any(fence.startswith(start) for fence in FENCES)):
+        partial = not first or any(fence.startswith(start) for fence in FENCES)
+        if partial and not last:
             return []
         self._fenced = "`" in found[0]
         if self._form.head is None:
             if first not in ("{", "["):
-                return self._refuse()
+                return self._refuse(truncated=partial)
             self._next = self._read_fields
         else:
             self._next = self._read_arguments if first == "{" else self._read_other
@@ -96,17 +101,15 @@ class JsonCallParser(CallParser):
                 self._text, self._value = full_text[found.end() :], JsonReader(self._stops)
                 self._next = self._read_arguments
                 return [("name", name)]
-        count, text = self._value.take(self._text, last=last)
+        count, text = self._value.take(self._text)
         self._read(count)
         self._json.append(text)
         if not self._value.closed:
-            return []
+            return self._refuse(truncated=True) if last else []
         try:
             calls = _read_calls(parse_strictly("".join(self._json)))
         except ValueError:
             calls = []
-        if self._value.truncated:
-            return self._refuse(truncated=True)
         if not calls:
             self.rest = self._text
             return [("content", self._form.begin + "".join(self._raw))]
@@ -114,9 +117,11 @@ class JsonCallParser(CallParser):
         return call_parts(calls)
 
     def _read_arguments(self, last: bool) -> list[CallPart]:
-        count, text = self._value.take(self._text, last=last)
+        count, text = self._value.take(self._text)
         self._text = self._text[count:]
-        if self._value.closed:
+        if last and not self._value.closed:
+            self._refuse(truncated=True)
+        elif self._value.closed:
             self._value = JsonReader(self._stops)
             self._value.take(MORE_FIELDS)
             self._next = self._skip_more_fields if self._form.head is None else self._skip_tail
@@ -130,7 +135,7 @@ class JsonCallParser(CallParser):
         given = self._text[: min(ends, default=None)]
         try:
             arguments = _write_arguments(_simplify_arguments(given.strip("` \t\n\r")))
-            if not ends and not given:
+            if not ends and not given.strip("` \t\n\r"):
                 raise ValueError("cut before the arguments")
         except ValueError:
             return self._refuse(truncated=not ends)
@@ -156,9 +161,9 @@ class JsonCallParser(CallParser):
         """Skip the remaining brackets, the code fence and the call's end marker."""
         self._text = self._text.lstrip("}] \t\n\r" + ("`" if self._fenced else ""))
         end = self._form.end
-        if not last and end.startswith(self._text) and self._text != end:
-            return []
-        self.rest = self._text.removeprefix(end)
+        partial = end.startswith(self._text) and self._text != end
+        if last or not partial:
+            self.rest = "" if partial else self._text.removeprefix(end)
         return []
 
 

@@ -59,7 +59,6 @@ class JsonReader:
 
     def __init__(self, stops: tuple[str, ...] = ()) -> None:
         self.closed = False
-        self.truncated = False  # closed because nothing followed
         self._stops = stops
         self._open: list[str] = []  # the closing brackets still to come
         self._quote = ""  # of the open string
@@ -69,7 +68,8 @@ class JsonReader:
     def take(self, text: str, *, last: bool = False) -> tuple[int, str]:
         """Read text; return the number of characters consumed, and their JSON.
 
-        The other characters must be passed again, followed by more text. last: no text follows.
+        The other characters must be passed again, followed by more text. last: no text follows, so
+        the value is closed.
         """
         at, written = 0, []
         while not self.closed:
@@ -84,7 +84,7 @@ class JsonReader:
             written.append(piece)
         if last and not self.closed:
             written.append(self._close())
-            at, self.truncated = len(text), True
+            at = len(text)
         return at, "".join(written)
 
     def _close(self) -> str:

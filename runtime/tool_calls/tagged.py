@@ -12,6 +12,7 @@ from mtpbuild.runtime.tool_calls.values import convert_argument, find_schema
 LONGEST_NAME = 256  # characters
 SPACE = re.compile(r"\s*")
 NEWLINE = "\n"
+TWO_WORDS = r"|(?<=\S)[ \t]+(?=\w)"  # no name, but a text about calls
 
 
 class MoreTextError(Exception):
@@ -41,15 +42,23 @@ class TaggedCallParser(CallParser):
             return []  # no call ends here
         self._text += "".join(self._unparsed)
         self._unparsed = []
-        reader = TaggedReader(self._form, self._tools, self._text, last)
         try:
-            calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
+            return self._read(last=False)
         except MoreTextError:
-            return []
+            if not last:
+                return []
         except NoCallError:
             self.rest = self._text[0 if self._begin == self._form.begin else len(self._begin) :]
-            self.truncated = last
             return [("content", self._begin)]
+        try:
+            return self._read(last=True)
+        except NoCallError:
+            self.rest, self.truncated = "", True
+            return []
+
+    def _read(self, *, last: bool) -> list[CallPart]:
+        reader = TaggedReader(self._form, self._tools, self._text, last)
+        calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
         self.rest = self._text[reader.at :]
         return call_parts(calls)
 
@@ -82,6 +91,8 @@ class TaggedReader:
                 return found
         if not self._skip(self._form.end):
             self.at = self._skip_space()
+            if self._form.end.startswith(self._text[self.at :]):  # the text ended in it
+                self.at = len(self._text)
         return found
 
     def _skip_space(self, at: int | None = None) -> int:
@@ -124,20 +135,19 @@ class TaggedReader:
                 string=None if self._tags.other is None else kind is not None,
             )
         ended = bool(self._end) and self._skip(self._end)
-        if (
-            not ended
-            and not arguments
-            and not self._is_followed((self._form.end, self._form.begin))
-        ):
-            raise NoCallError
+        if not ended and not self._is_followed((self._form.end, self._form.begin)):
+            rest = self._text[self._skip_space() :]
+            marks = (self._tags.key, self._end, self._form.end, self._form.begin, self._name)
+            if not arguments or any(mark.startswith(rest) for mark in marks):
+                raise NoCallError  # with arguments: more of them might have followed
         return name, arguments
 
     def _read_name(self) -> str:
         """Parse the function's name and the markup after it, which are on one line."""
         close, self.at = self._tags.name[1].strip(), self._skip_space()
-        ends = re.compile(rf"{re.escape(close)}|\n" if close else r"(?=[\n<])")
+        ends = re.compile((rf"{re.escape(close)}|\n" if close else r"(?=[\n<])") + TWO_WORDS)
         name, found = self._read_text_before(ends, self.at)
-        if found[0] == NEWLINE:
+        if found[0].isspace():
             raise NoCallError
         self.at = found.end()
         return name
@@ -172,8 +182,8 @@ class TaggedReader:
                 inline = inline or (closing.start(), closing.end())
         if not self._last:
             raise MoreTextError
-        if inline is None:
-            raise NoCallError
+        if inline is None or not self._text.rstrip().endswith((self._form.end, self._end or "\0")):
+            raise NoCallError  # the text ended in the value
         return inline
 
     def _ends_here(self, at: int, given: set[str]) -> bool:
@@ -184,9 +194,7 @@ class TaggedReader:
             except NoCallError:
                 return False
             return key not in given
-        if self._is_followed((self._end, self._form.end, self._name, self._form.begin), at):
-            return True
-        return self._last and not self._text[at:].strip()
+        return self._is_followed((self._end, self._form.end, self._name, self._form.begin), at)
 
 
 def _allow_spaces(mark: str) -> str:

@@ -1,5 +1,6 @@
 """What a chat's options say about tools: which may be called, which must be, in which form."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 from mtpbuild.runtime.tool_calls.detect import detect_form
 from mtpbuild.runtime.tool_calls.forms import FORMS, Form
 from mtpbuild.runtime.tool_calls.grammar import write_calls_grammar
+
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of a function, as in OpenAI's API
 
 
 class AnswerOptions(ChatOptions, total=False):
@@ -37,7 +40,8 @@ class ToolUse:
 
     def make_parser(self) -> ToolCallParser:
         """Return a parser of one answer."""
-        return ToolCallParser(self.form, self.tools, single=self.single)
+        forced = self.forced is not None
+        return ToolCallParser(self.form, self.tools, single=self.single, forced=forced)
 
 
 def read_tool_use(
@@ -51,6 +55,9 @@ def read_tool_use(
     """Return how an answer may use tools; None if it may not. Raises RequestError."""
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise RequestError("tools is a list of JSON objects")
+    if not isinstance(parallel_tool_calls, bool | None):
+        wrong = f"not {parallel_tool_calls!r:.60}"
+        raise RequestError(f"parallel_tool_calls must be true or false, {wrong}")
     known = dict(_read_tool(number, tool) for number, tool in enumerate(tools or ()))
     wanted = _find_required(tool_choice, known, given=tools is not None)
     if not known or tool_choice == "none":
@@ -79,7 +86,10 @@ def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         shape = '{"type": "function", "function": {"name": ...}}'
         raise RequestError(f"tools.{number} is not {shape}: {tool!r:.60}")
-    return function["name"], function.get("parameters")
+    if not NAME.fullmatch(name := function["name"]):
+        wrong = f"has up to 64 letters, digits, _ and -, unlike {name!r:.60}"
+        raise RequestError(f"tools.{number}.function.name {wrong}")
+    return name, function.get("parameters")
 
 
 def _find_required(
@@ -109,7 +119,7 @@ def _find_form(tokenizer: Tokenizer | None, name: str | None) -> Form:
     """Return the form of that name, or the one that the model's chat template writes."""
     templates = tokenizer.chat_template if tokenizer else None
     found = name or (detect_form(templates) if templates else None)
-    if found not in FORMS:
+    if not isinstance(found, str) or found not in FORMS:
         why = "this model's chat template writes no calls of tools, or in a form that is not known"
         wrong = why if name is None else f"there is no tool_call_parser {name!r:.60}"
         raise RequestError(f"tools: {wrong}; tool_call_parser names one of {', '.join(FORMS)}")

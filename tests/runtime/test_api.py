@@ -141,10 +141,49 @@ def test_wrong_options_of_tools_are_named(talker: Engine) -> None:
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice must be"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": TOOLS, "tool_call_parser": "x"}, "no tool_call_parser 'x'; tool_call_"),
+        ({"tools": TOOLS, "tool_call_parser": ["hermes"]}, "no tool_call_parser"),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls must be true or f"),
+        ({"add_generation_prompt": "no"}, "add_generation_prompt must be true or false, not 'no'"),
+        ({"continue_final_message": 5}, "continue_final_message must be true or false, not 5"),
         ({"tolls": []}, "unknown option tolls"),
     ):
         with pytest.raises(RequestError, match=says):
             talker.chat(MESSAGES, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [MESSAGES[0], 5, 5.0, {1}, iter(MESSAGES), b"hi", None, [5.0]])
+def test_what_is_no_conversation_is_named(talker: Engine, wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages|a prompt is a text or a list of token ids"):
+        talker.chat(wrong)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"role": "user"}, {"role": "user", "content": None}, {"role": "system"}, {"role": "tool"},
+     {"role": "assistant"}, {"role": "assistant", "tool_calls": []}],
+)  # fmt: skip
+def test_a_message_has_content(talker: Engine, message: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages\.1\.content is missing"):
+        talker.chat([*MESSAGES, message])
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a b", "<tool>", "a.b", "é", "a" * 65])
+def test_function_names_are_openais(talker: Engine, name: str) -> None:
+    function = {"name": "a" * 64}
+    tools = [{"type": "function", "function": function}]
+    assert talker.chat(MESSAGES, STOP, tools=tools).finish_reason
+    function["name"] = name
+    with pytest.raises(RequestError, match=r"tools\.0\.function\.name has up to 64 letters"):
+        talker.chat(MESSAGES, tools=tools)
+
+
+def test_results_have_their_stop_reason(talker: Engine) -> None:
+    assert talker.generate("hi", STOP).stop_reason == "｜end｜"
+    first = talker.generate("hi", SamplingParams(max_tokens=1)).token_ids[0]
+    token = SamplingParams(stop_token_ids=[first])
+    assert talker.generate("hi", token).stop_reason == first
+    assert talker.chat(MESSAGES, STOP).stop_reason == "｜end｜"
+    assert talker.chat(MESSAGES, SamplingParams(max_tokens=1)).stop_reason is None
 
 
 @pytest.mark.parametrize("waits", [False, True])

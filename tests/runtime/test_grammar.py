@@ -144,7 +144,7 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
     """A thought's end may be a draft: rows behind it are masked, and tokens behind it count."""
     grammar = grammars.matcher(JSON, THINKING)
     (brace,) = bits(grammars.matcher(JSON, GREEDY).make_next_constraint([]).allowed[0])
-    everything = [-1] * (VOCABULARY // 32)
+    everything = [~(1 << EOS), *[-1] * (VOCABULARY // 32 - 1)]  # but for the answer's end
     window = grammar.make_next_constraint([50, END_OF_THOUGHT, 51])
     assert window.allowed[:2].tolist() == [everything] * 2
     assert bits(window.allowed[2]) == [brace]
@@ -154,7 +154,8 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
     assert closed.allowed[0].tolist() == everything
     assert closed.drafts[:2] == [END_OF_THOUGHT, brace]
     assert len(closed.drafts) == 3
-    for token in (50, 51, EOS, END_OF_THOUGHT):
+    assert grammar.make_next_constraint([50, EOS]).drafts == [50, EOS], "it is not accepted"
+    for token in (50, 51, END_OF_THOUGHT):
         grammar.take(token)
     assert grammar.make_next_constraint([]).drafts[0] == brace
     grammar.take(brace)

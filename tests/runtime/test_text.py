@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.text.detokenizer import Span, TextStream
+from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from tests.support.fakes import backend_tokenizer, fake_tokenizer
 
@@ -74,6 +74,35 @@ def test_stop_strings_cut_at_their_first_appearance(text: str, stop: list[str]) 
     assert not stopped or any(text.startswith(s, len(released)) for s in stop)
     assert stopped or released == text
     assert not stopped or len(released) >= min(ends)
+
+
+@given(
+    text=st.text(alphabet="ab \n", max_size=30),
+    stop=st.text(alphabet="ab \n", min_size=1, max_size=5),
+    least=st.integers(0, 12),
+    thinks=st.booleans(),
+)
+@example(text="one STOP two", stop="STOP", least=6, thinks=False)
+@example(text="\n\nHello", stop="\n\n", least=0, thinks=True)
+@example(text="\n\n", stop="\n\n", least=0, thinks=True)
+@example(text="\n\n", stop="\n\n", least=9, thinks=True)
+def test_stop_strings_count_if_their_end_may_end_the_text(
+    text: str, stop: str, least: int, thinks: bool
+) -> None:
+    """As in vLLM: with token number `least` or a later one, wherever they begin."""
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    thought = Thought((298, 299), thinking=False) if thinks else None
+    stream, known, stopped = TextStream(TOKENIZER, [stop], thought=thought), [0], False
+    for count, token in enumerate(tokens, 1):
+        stopped = stream.push(token, False, may_stop=count >= least)
+        known.append(stream.length)
+        if stopped:
+            break
+    stopped = stopped or stream.cut_at_stop()  # in white space that a thought might have followed
+    output = "".join(span.text for span in stream.take(everything=True))
+    first = known[min(max(least - 1, 0), len(known) - 1)]
+    at = text.find(stop, max(0, first + 1 - len(stop)))
+    assert (output, stopped) == ((text[:at], True) if at >= 0 else (text, False))
 
 
 def test_what_only_looked_like_a_stop_string_is_released_with_its_origin() -> None:

@@ -90,6 +90,20 @@ def test_headers_that_do_not_come(server: Live) -> None:
     assert time.monotonic() - began >= 0.8
 
 
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/messages", b"/tokenize", b"/markdown"])
+def test_a_client_that_goes_away_in_its_body(
+    server: Live, path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(server) as own:
+        own.sendall(HEAD.replace(b"/v1/completions", path) + b"Content-Length: 9\r\n\r\n{")
+        own.shutdown(socket.SHUT_WR)
+        rest(own)
+    with connected(server) as own:  # the server is past the other one
+        own.sendall(ask(max_tokens=1))
+        assert answer(own).startswith(b"HTTP/1.1 200")
+    assert caplog.records == []
+
+
 def test_headers_that_trickle(server: Live) -> None:
     """Each byte comes in time, the whole does not: the time must not begin anew with each."""
     with connected(server) as own:

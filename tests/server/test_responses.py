@@ -1,6 +1,5 @@
 """OpenAI's newer API, /v1/responses: the `openai` package against a server over fakes."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,42 +40,14 @@ def plain(items: Any) -> list[Any]:
 
 def test_a_response_and_its_stream(client: Any) -> None:
     told = client.responses.create(**ASK, tools=[WEATHER], extra_body=STOP)
-    thought, message, call = plain(told.output)
-    assert thought["content"] == [{"type": "reasoning_text", "text": "so"}]
-    assert told.output_text == message["content"][0]["text"] == "I look."
-    assert (call["type"], call["name"]) == ("function_call", "weather")
-    assert json.loads(call["arguments"]) == {"city": "Ulm"}
-    assert (told.status, told.object, told.tools[0].type) == ("completed", "response", "function")
+    assert told.output_text == "I look."
     with client.responses.stream(**ASK, tools=[WEATHER], extra_body=STOP) as stream:
         seen = [*stream]
         final: Any = stream.get_final_response()
     done = [e.item.id for e in seen if e.type == "response.output_item.done"]
-    assert [item["status"] for item in plain(final.output)] == ["completed"] * 3
-    assert (final.output_text, final.output[2].arguments) == ("I look.", call["arguments"])
+    assert plain(final.output)[2] == plain(told.output)[2]
     assert final.usage.output_tokens == told.usage.output_tokens
     assert done == [item.id for item in final.output]
-
-
-def test_the_order_of_events(server: Live) -> None:
-    body = ASK | STOP | {"tools": [WEATHER], "stream": True}
-    with server.client() as client:
-        response = client.post("/v1/responses", json=body)
-    lines = response.text.splitlines()
-    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-    told = events(response)
-    assert [event["type"] for event in told] == names
-    assert [event["sequence_number"] for event in told] == [*range(len(told))]
-    order = [n.removeprefix("response.") for i, n in enumerate(names) if n != names[i - 1]]
-    arguments = "function_call_arguments"
-    assert order == [
-        *("created", "in_progress"),
-        *("output_item.added", "content_part.added", "reasoning_text.delta"),
-        *("reasoning_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", "content_part.added", "output_text.delta"),
-        *("output_text.done", "content_part.done", "output_item.done"),
-        *("output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
-        "completed",
-    ]
 
 
 def test_an_answer_that_is_cut(client: Any) -> None:

@@ -69,39 +69,6 @@ def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> N
     assert (texts["content"], found) == (content, calls)
 
 
-SCHEMA = {
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "array"},
-        "count": {"type": "integer"},
-        "unit": {"type": ["string", "null"]},
-        "any": {"enum": [1, "a"]},
-    }
-}
-
-
-@pytest.mark.parametrize(
-    ("written", "arguments"),
-    [([("city", "12")], {"city": "12"}),
-     ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
-     ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
-     ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
-     ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}), ([("other", "5")], {"other": "5"})],
-)  # fmt: skip
-def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, object]) -> None:
-    """They get the types of the function's schema; without one they are strings."""
-    tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)
-    call = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
-    _, [(name, found)] = joined(fed(ToolCallParser(FORMS["qwen3_coder"], {"f": SCHEMA}), [call]))
-    assert (name, json.loads(found)) == ("f", arguments)
-
-
-def test_what_is_no_tagged_call_stays_text() -> None:
-    for text in ("<tool_call>weather</tool_call>", "<tool_call>\n<function=f>\n<parameter=a>\n1"):
-        texts, calls = joined(fed(ToolCallParser(FORMS["qwen3_coder"]), [text]))
-        assert (texts["content"], calls) in ((text, []), ("", [("f", '{"a": "1"}')]))
-
-
 def test_arguments_come_in_pieces() -> None:
     """Each piece of the arguments is told as soon as it is there."""
     calls = ToolCallParser(FORMS["hermes"])

@@ -56,8 +56,13 @@ def template_of(form: str) -> ChatTemplates:
 
 
 def found(form: str, text: str, tools: Any = None, parts: list[str] | None = None) -> Any:
-    """Return what is said, and the calls with their arguments as objects."""
-    texts, calls = joined(fed(ToolCallParser(FORMS[form], tools or {}), parts or [text]))
+    """Return what a whole answer says, and its closed calls with their arguments as objects."""
+    parser = ToolCallParser(FORMS[form], tools or {})
+    texts, calls = joined(fed(parser, parts or [text]))
+    if parser.cut_named:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(calls.pop()[1])
+        texts["content"] += parser.cut or ""
     return texts["content"], [(name, strict(arguments)) for name, arguments in calls]
 
 
@@ -209,7 +214,16 @@ def hermes(*calls: str) -> str:
         (hermes('{"name": "f", "arguments": {"a": 1}'), "", [F]),
         (hermes("{'name': 'f', 'arguments': {'a': 1,}}"), "", [F]),
         (OPEN + '{"name": "f", "arguments": {"a": 1}}\nThat is all.', "That is all.", [F]),
-        (OPEN + '{"name": "f", "arguments": {"a": "x', "", [("f", {"a": "x"})]),
+        (OPEN + '{"name": "f", "arguments": {"a": "x', OPEN + '{"name": "f", "arguments": {"a": "x',
+         []),
+        (OPEN + '{"name": "f", "arguments": {"a": 1}', "", [F]),
+        (OPEN + '{"name": "f", "arguments": {"a": 1}}\n</tool_ca', "", [F]),
+        ("So" + OPEN + '{"name": "f", "arguments": {"a": "', "So", []),
+        ("So" + OPEN + "{'arguments': {'a': '" + hermes('{"name": "g"}'), "So", []),
+        ("So" + OPEN + '{"na', "So", []),
+        ("So" + OPEN + "```js", "So", []),
+        ("So" + OPEN, "So", []),
+        (hermes('{"name": "f", "arguments": {"a": 1}}') + OPEN + '[{"name": "g"}, {"na', "", [F]),
         (OPEN + '{"arguments": {"a": 1}, "na', OPEN + '{"arguments": {"a": 1}, "na', []),
     ],
 )  # fmt: skip
@@ -235,7 +249,13 @@ END = "<｜tool▁call▁end｜>"
         ("deepseek_v3", V3 + '"{\\"a\\": 1}"\n```' + END, "", [F]),
         ("deepseek_v3", V3 + "no\n```" + END + "so", V3 + "no\n```" + END + "so", []),
         ("deepseek_v31", V31 + '{"a": 1}' + V31 + '{"a": 1}<｜tool▁calls▁end｜>', "", [F, F]),
+        ("deepseek_v3", "So" + V3 + "``", "So", []),
+        ("deepseek_v3", "So" + V3 + "null", "So", [("f", {})]),
         ("deepseek_v31", V31 + END, "", [("f", {})]),
+        ("glm45", OPEN + "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" + CLOSE, "",
+         [("f", {"a": "1"})]),
+        ("glm45", "So " + OPEN + "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "So ", []),
+        ("glm45", "So <tool_call> is a mark", "So <tool_call> is a mark", []),
         ("deepseek_v31", V31, V31.removeprefix("<｜tool▁calls▁begin｜>"), []),
         ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
          [("f", {})]),
@@ -318,8 +338,17 @@ def function(name: str, **arguments: str) -> str:
          [("f", {"s": "abc"}), ("g", {})]),
         (function("f", n="5") + " so", "so", [("f", {"n": 5})]),
         (function("f", n="5") + CLOSE, "", [("f", {"n": 5})]),
-        (qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu",
-         OPEN.rstrip() + "\n<function=g>\n<parameter=s>\ncu", [("f", {})]),
+        (qwen(function("f")) + OPEN + "<function=g>\n<parameter=s>\ncu", "", [("f", {})]),
+        (OPEN + function("f", n="5") + "\n</tool_c", "", [("f", {"n": 5})]),
+        ("So " + function("f", n="5").removesuffix("ion>"), "So ", []),
+        ("So " + function("f", n="5").removesuffix("</function>"), "So ", []),
+        ("So " + function("f", s="'</parameter></function> </tool_call> as' ") [:-20], "So ", []),
+        ("So " + OPEN + "<function=f>\n<parameter=s>\n" + qwen("<function=g></function>") + " a",
+         "So ", []),
+        ("So " + OPEN + "<func", "So ", []),
+        (OPEN + "<function=f>\n<parameter=s>\nabc</parameter></function>" + CLOSE, "",
+         [("f", {"s": "abc"})]),
+        (qwen("weather"), qwen("weather"), []),
         ("Write <function=name> and <tool_call>, so.", "Write <function=name> and <tool_call>, so.",
          []),
     ],
