@@ -28,6 +28,7 @@ SHARED = "{}.shared.json"  # of one program: names of the weights that it reads 
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that has changed
 MOST_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
+PROBE_VERSION = 2  # of the rules and trials by which a build calls an engine exact
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # how ranks sum tensors without NCCL
@@ -101,6 +102,7 @@ class BuildInfo(_Record):
     # It is true if all operators are known and the checks in `probed` passed.
     exact: bool = False
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
+    probe_version: int = Field(default=1, ge=1)  # PROBE_VERSION of that build
     # The build's --weights: the format that weights were quantised to, or "floats". None: they
     # have the checkpoint's formats, as far as the target keeps them.
     quantised_to: QuantisedType | Literal["floats"] | None = None
@@ -119,6 +121,21 @@ class BuildInfo(_Record):
     revision: str | None = None  # --revision of the repository. None: main, or no repository
     # The range of the model's main layers that the engine has. None: all.
     layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")
+
+    @property
+    def counts_as_exact(self) -> bool:
+        """Whether the engine is exact by the rules of today."""
+        return self.exact and self.probe_version >= PROBE_VERSION
+
+    @property
+    def exact_note(self) -> str | None:
+        """A line for an engine that only older rules call exact."""
+        if self.exact == self.counts_as_exact:
+            return None
+        return (
+            f"it counts as not exact: probe version {self.probe_version} found it exact, "
+            f"this mtpbuild has {PROBE_VERSION}: build it again"
+        )
 
     @property
     def drafts(self) -> str:
