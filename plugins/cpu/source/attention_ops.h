@@ -266,10 +266,7 @@ struct Attention : FloatOperator {
     std::unique_ptr<int8_t[]> fresh;        // [slots][fresh rows][bytes]
 
     Rounded(const Attention& own, Call& call, const Job& job)
-        : own(own),
-          job(job),
-          one(own.values == 0),
-          sections(lay_out(own, job)) {
+        : own(own), job(job), one(own.values == 0), sections(lay_out(own, job)) {
       REQUIRE(job.rows.cache.shape[3] == sections.bytes, name,
               "int8 rows " + job.rows.cache.text() + " for " + job.rows.fresh.text());
       value = up(own.latent, BLOCK);
