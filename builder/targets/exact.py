@@ -49,7 +49,7 @@ def find_unknown_operators(files: Iterable[Path]) -> set[str]:
         node.op_type
         for node in _list_stock_nodes(files)
         if node.op_type not in ALLOWED
-        and not (node.op_type in OF_INTEGERS and node.inputs[0].dtype.is_integer())  # type: ignore[union-attr]
+        and not (node.op_type in OF_INTEGERS and node.inputs[0].dtype.is_integer())
     }
 
 
@@ -79,9 +79,9 @@ def _is_steady(node: "ir.Node") -> bool:
     assert x.shape is not None
     size = x.shape[-1] if isinstance(x.shape[-1], int) else 61
     given = ir.val("x", dtype=x.dtype, shape=ir.Shape([None] * len(x.shape)))
-    constants = [ir.val(f"c{i}", const_value=value.const_value) for i, value in enumerate(others)]  # type: ignore[union-attr]
+    constants = [ir.val(f"c{i}", const_value=value.const_value) for i, value in enumerate(others)]
     one = ir.node(node.op_type, [given, *constants], {a.name: a for a in node.attributes.values()})
-    one.outputs[0].name, one.outputs[0].type = "y", ir.TensorType(x.dtype)  # type: ignore[arg-type]
+    one.outputs[0].name, one.outputs[0].type = "y", ir.TensorType(x.dtype)
     graph = ir.Graph(
         [given], one.outputs, nodes=[one], initializers=constants, opset_imports={"": 21}
     )
