@@ -223,8 +223,8 @@ class Manifest(_Record):
             if name not in self.programs:
                 raise ValueError(f"programs: there is no {name}")
         for name, program in self.programs.items():
-            carried = {t.name.removesuffix(".out") for t in program.outputs if t.name.endswith(".out")}
-            if carried != states.keys() & {t.name for t in program.inputs}:
+            results = {t.name for t in program.outputs if t.name.endswith(".out")}
+            if results != {f"{t.name}.out" for t in program.inputs if t.name in states}:
                 raise ValueError(f"programs.{name}: other states go in than come out")
             for spec in (*program.inputs, *program.outputs):
                 own = states.get(spec.name.removesuffix(".out"))

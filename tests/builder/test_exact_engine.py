@@ -37,6 +37,7 @@ KINDS = [  # model, weights, caches
             ("many", "float32", "float32"),
             ("glm-4.6", "int8", "bfloat16"),
             ("few", "int8", "int8"),
+            *(("qwen3-next", weights, "float32") for weights in ("int8", "int4")),
             *((name, "int4", "int8") for name in ("many", "glm-4.6", "mimo", "qwen3.5")),
             ("many", "int4", "bfloat16"),
             ("few", "int4", "float32"),

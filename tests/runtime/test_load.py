@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams, cpu_library
-from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, PROBE_VERSION, Manifest, read_manifest
 from mtpbuild.runtime.errors import (
     ContextLengthError,
     EngineFileError,
@@ -22,6 +23,7 @@ from mtpbuild.runtime.errors import (
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
 from tests.support.fakes import BOS, FakePrograms, continuation
+from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 
 
@@ -133,8 +135,8 @@ def with_states(raw: dict[str, Any]) -> dict[str, Any]:
         (lambda raw: raw["state"][0]["sizes"].update(width=9), "programs.*: kv.0 is not the state"),
         (lambda raw: raw["state"][1].update(name="kv.0"), "two states have one name"),
         (lambda raw: raw["programs"].pop("decode"), "programs: there is no decode"),
-        (lambda raw: raw["programs"]["decode"]["inputs"].pop(0), "other states go in than come"),
-        (lambda raw: raw["programs"]["decode"]["outputs"].pop(0), "other states go in than come"),
+        (lambda raw: raw["programs"]["decode"]["inputs"].pop(0), "programs.decode: other states"),
+        (lambda raw: raw["programs"]["decode"]["outputs"].pop(0), "programs.decode: other states"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_contradicts_itself(
