@@ -12,6 +12,7 @@ from mtpbuild.builder.plan.plan import make_state_specs
 from mtpbuild.runtime.contract.drafters import package_of_drafter
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
+    PROBE_VERSION,
     BuildInfo,
     FileSpec,
     Manifest,
@@ -88,6 +89,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> Build
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
         **found,
+        probe_version=PROBE_VERSION,
         packages={name: package for name, package in packages.items() if package},
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,

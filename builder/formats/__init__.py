@@ -19,7 +19,9 @@ from mtpbuild.builder.formats.format import Entry as Entry
 from mtpbuild.builder.formats.format import Format as Format
 from mtpbuild.builder.formats.format import Shape as Shape
 from mtpbuild.builder.formats.format import make_entry as make_entry
+from mtpbuild.builder.formats.format import refuse_out_of_range as refuse_out_of_range
 from mtpbuild.builder.formats.format import refuse_too_large as refuse_too_large
+from mtpbuild.builder.formats.format import refuse_too_small as refuse_too_small
 
 Settings = Mapping[str, Any]
 _modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]

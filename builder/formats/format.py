@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
 SIZES = {  # bytes per element
     **{"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4},
@@ -125,6 +126,10 @@ class Format(ABC):
         scale.
         """
 
+    def sum_coarse(self, weight: Tensor) -> Tensor:
+        """Sum squares of blocks: of those whose scales are rounded by much, and of all."""
+        return torch.zeros(2)
+
     def can_split(self, ranks: int, group: int) -> bool:
         """Return whether that many ranks can share a weight; group: inputs that share a scale."""
         return group >= LEAST_GROUP
@@ -172,6 +177,23 @@ class GgmlFormat(ReadFormat):
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""]
+
+
+def refuse_out_of_range(format: Format, name: str, weight: Tensor) -> None:
+    """Raise CheckpointError if the format has no scales for a whole weight's values."""
+    refuse_too_large(format, name, weight)
+    if not weight.is_meta:
+        refuse_too_small(format, name, format.sum_coarse(weight))
+
+
+def refuse_too_small(format: Format, name: str, sums: Tensor) -> None:
+    """Raise CheckpointError if the results of `sum_coarse` say that a weight loses accuracy."""
+    coarse, total = sums.tolist()
+    if coarse > MOST_COARSE * total:
+        raise CheckpointError(
+            f"{name} is too small for {format.name}, whose scales are in fp16: keep this weight "
+            "in floats, or scale it up"
+        )
 
 
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:

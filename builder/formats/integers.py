@@ -5,8 +5,9 @@ from __future__ import annotations  # Tensor is imported for types alone
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_too_large
+from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_out_of_range
 from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +65,7 @@ class Integers(Format):
         if scales.is_meta or torch.equal(scales.float(), parts["_scale"]):
             return parts | {"_scale": scales}
         weight = self.decode(parts)
-        refuse_too_large(self.kept, name, weight)
+        refuse_out_of_range(self.kept, name, weight)
         return self.kept.encode(weight)
 
     def hold(
@@ -87,7 +88,7 @@ class Integers(Format):
         if scales.is_meta or torch.equal(rounded.float(), scales):
             return held
         weight = (whole * scales[..., None]).flatten(1)
-        refuse_too_large(self, name, weight)
+        refuse_out_of_range(self, name, weight)
         both = held, self.encode(weight)
         return min(both, key=lambda parts: (self.decode(parts) - weight).square().sum().item())
 
@@ -122,7 +123,15 @@ class Integers(Format):
 
     @property
     def most(self) -> float:
-        return torch.finfo(self.scales).max * self.zero
+        largest = torch.finfo(self.scales).max
+        # A minimum is a scale times -zero, and int4's may be a scale for -6.5.
+        return largest * self.zero if self.offsets != "minima" else largest * 6.5 / 8
+
+    def sum_coarse(self, weight: Tensor) -> Tensor:
+        tops = weight.reshape(-1, BLOCK).abs().amax(-1).double()
+        limit = FINEST * self.zero if self.scales == torch.float16 else 0.0
+        squares = tops.square()
+        return torch.stack([squares[tops < limit].sum(), squares.sum()])
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
@@ -160,7 +169,9 @@ class Integers(Format):
         if offsets is None and self.offsets == "zeros":
             offsets = torch.zeros_like(scales, dtype=torch.int8)
         if offsets is None:
-            offsets = self._limit_to_fp16(scales.float() * -self.zero)
+            offsets = (scales.float() * -self.zero).half()
+            if offsets.isinf().any():
+                raise CheckpointError("is too large for minima in fp16, which it is joined with")
         return with_offsets(scales, offsets)
 
     def _encode_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,14 @@ class OnnxRuntime(Target):
         super().check_machine(plan)
 
     def inexact(self, files: Iterable[Path]) -> str | None:
-        from mtpbuild.builder.targets.exact import find_unknown_operators
+        from mtpbuild.builder.targets.exact import find_unknown_operators, find_unsteady_operators
 
-        found = sorted(find_unknown_operators(files))
-        return f"operators that nobody has probed: {', '.join(found)}" if found else None
+        files = [*files]
+        if unknown := sorted(find_unknown_operators(files)):
+            return f"operators that nobody has probed: {', '.join(unknown)}"
+        if unsteady := sorted(find_unsteady_operators(files)):
+            return f"a row's place in memory changes its result: {', '.join(unsteady)}"
+        return None
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         dtype = cast("CacheType", options.cache_dtype)

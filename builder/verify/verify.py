@@ -74,7 +74,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
         loaded = Engine.load(request.engine, prefix_cache=False, **options)
         engine = stack.enter_context(loaded)
         check_prefixes(request.engine, engine.manifest)
-        if request.exact and not engine.manifest.build.exact:
+        if request.exact and not engine.manifest.build.counts_as_exact:
             raise UsageError(
                 f"--exact: {request.engine} is not: its engine.json has no "
                 '"exact": true; build --exact says why'

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mtpbuild.builder.formats import refuse_too_large
+from mtpbuild.builder.formats import refuse_too_large, refuse_too_small
 from mtpbuild.builder.formats.integers import INT4
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.copies import HEAD
@@ -175,16 +175,15 @@ class Calibration:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for shares, names in sums.shares():
                 for name in names:
-                    encode = partial(self._encode_rows, name, shares)
-                    pieces = [*pool.map(encode, rows(name))]
+                    encode = partial(encode_calibrated, INT4, shares=shares)
+                    whole = [*rows(name)]
+                    for piece in whole:
+                        refuse_too_large(INT4, name, piece)
+                    refuse_too_small(INT4, name, torch.stack([*map(INT4.sum_coarse, whole)]).sum(0))
+                    pieces = [*pool.map(torch.no_grad()(encode), whole)]
                     for suffix in INT4.suffixes:
                         parts[name + suffix] = torch.cat([piece[suffix] for piece in pieces])
         return parts
-
-    @torch.no_grad()
-    def _encode_rows(self, name: str, shares: Tensor, rows: Tensor) -> Parts:
-        refuse_too_large(INT4, name, rows)
-        return encode_calibrated(INT4, rows, shares)
 
     def _is_wanted(self, name: str) -> bool:
         return self.view.formats.get(name) is INT4

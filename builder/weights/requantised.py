@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from safetensors import safe_open
 
-from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large
+from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large, refuse_too_small
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import Stored
@@ -80,14 +80,16 @@ class Requantised(Checkpoint):
         format = self.formats[name]
         assert format is not None
         amax = torch.tensor(self.find_group_amax(name)) if format.needs_amax else None
-        known, start = self.read_calibrated_parts(name), 0
+        known, start, sums = self.read_calibrated_parts(name), 0, torch.zeros(2)
         for rows in self.source.rows(name):
             if known:
                 yield rows, {n: part[start : start + len(rows)] for n, part in known.items()}
                 start += len(rows)
                 continue
             refuse_too_large(format, name, rows)
+            sums = sums + (sums if rows.is_meta else format.sum_coarse(rows))
             yield rows, format.encode(rows, amax)
+        refuse_too_small(format, name, sums)
 
     def read_calibrated_parts(self, name: str) -> Parts:
         """Read the parts of a calibrated weight; {} if it is none."""

@@ -21,7 +21,7 @@ from mtpbuild.builder.formats import (
     Settings,
     Shape,
     find_stored_format,
-    refuse_too_large,
+    refuse_out_of_range,
 )
 from mtpbuild.builder.gguf.folder import explain_joining
 from mtpbuild.builder.lazy_torch import torch
@@ -43,6 +43,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
 # Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
 UNUSED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
@@ -156,6 +157,8 @@ class Checkpoint:
         parts = format.keep(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
             loss = Loss().after(format.decode(stored), parts, kept)
+            if loss.relative > MOST_LOSS:
+                raise self._make_error(name, "has scales or minima that are out of fp16's range")
             self.losses.update({name: loss} if loss.changes else {})
         return parts
 
@@ -163,8 +166,9 @@ class Checkpoint:
         """Read a weight and encode it in another format; note the loss."""
         pieces: list[dict[str, Tensor]] = []
         loss = Loss()
-        for rows in self.read(name).split(PIECE):
-            refuse_too_large(held, name, rows)
+        weight = self.read(name)
+        refuse_out_of_range(held, name, weight)
+        for rows in weight.split(PIECE):
             pieces.append(held.encode(rows))
             loss = loss.after(rows, pieces[-1], held)
         self.losses[name] = loss

@@ -47,8 +47,8 @@ def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
 Product = declare_operator(DOMAIN, "Product", "x values scales", N=0)
 Embedding = declare_operator(DOMAIN, "Embedding", "tokens values scales", N=0)
 Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
-Cos, Sin, LogSoftmax, ArgMax = (
-    declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax")
+Cos, Sin, LogSoftmax, ArgMax, Sum = (
+    declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax", "Sum")
 )
 PARTS = "a b c d"  # operands of a join
 JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)  # types that can be joined
@@ -86,6 +86,19 @@ def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
     return op.ArgMax(x, axis=axis, keepdims=int(keepdim))
 
 
+def sum_rows(x: Any, axes: Sequence[int], keepdim: bool = False, dtype: Any = None) -> Any:
+    """Emit the library's sum of fp32 rows; onnxruntime's depends on a row's place in memory."""
+    last = op.Constant(value_ints=[-1])
+    if x.dtype == ir.DataType.FLOAT and [axis % len(x.shape) for axis in axes] == [
+        len(x.shape) - 1
+    ]:
+        total = Sum(x)
+        return op.Unsqueeze(total, last) if keepdim else total
+    if x.dtype == ir.DataType.BOOL:
+        x = op.Cast(x, to=ir.DataType.INT64)
+    return op.ReduceSum(x, op.Constant(value_ints=[*axes]), keepdims=int(keepdim))
+
+
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:
     [kind, *others] = {part.dtype for part in parts}
     if others or kind not in JOINED or not 1 < len(parts) <= len(PARTS.split()):
@@ -106,6 +119,7 @@ PYTORCH: dict[Any, Callable[..., Any]] = {
     aten.embedding.default: embedding,
     aten.cos.default: lambda x: Cos(x),  # onnxruntime rounds the last size % 4 values differently
     aten.sin.default: lambda x: Sin(x),
+    aten.sum.dim_IntList: sum_rows,
     aten.rms_norm.default: rms_norm,
     aten.log_softmax.int: log_softmax,  # gives the bits of a greedy step's log-probabilities
 }

@@ -151,6 +151,8 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     ends, as_stored = build.head_weights or build.dtype, build.quantised_to in (None, "floats")
     by_build = "" if as_stored else f", quantised by the build; embedding and head {ends}"
     yield "weights", build.weights + by_build
+    if build.exact_note:
+        yield "exact", build.exact_note
     caches = [s for s in manifest.state if s.role == "rows"]
     yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
     yield "prefill chunk", str(build.prefill_chunk)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
-from mtpbuild.runtime.contract.programs import MIXED, SCORE
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, SCORE
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
@@ -26,8 +26,10 @@ PREFIXES = "prefixes"  # the folder of prompt prefixes that were added to the en
 CONSTANTS = "{}.constants.safetensors"  # of one program: constants that are not in the checkpoint
 SHARED = "{}.shared.json"  # of one program: names of the weights that it reads from WEIGHTS
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
+MAX_SIZE = 1 << 32  # of a dimension of a state
 COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that has changed
 MOST_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
+PROBE_VERSION = 2  # of the rules and trials by which a build calls an engine exact
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 AllreduceStrategy = Literal["one-shot"]  # how ranks sum tensors without NCCL
@@ -72,7 +74,7 @@ class ModelInfo(_Record):
     name: str
     architecture: str
     parameters: int  # of the main model and the MTP modules; shared tensors count once
-    vocab_size: int
+    vocab_size: int = Field(ge=1)
     num_hidden_layers: int
     num_nextn_predict_layers: int
     max_position_embeddings: int
@@ -101,6 +103,7 @@ class BuildInfo(_Record):
     # It is true if all operators are known and the checks in `probed` passed.
     exact: bool = False
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
+    probe_version: int = Field(default=1, ge=1)  # PROBE_VERSION of that build
     # The build's --weights: the format that weights were quantised to, or "floats". None: they
     # have the checkpoint's formats, as far as the target keeps them.
     quantised_to: QuantisedType | Literal["floats"] | None = None
@@ -119,6 +122,21 @@ class BuildInfo(_Record):
     revision: str | None = None  # --revision of the repository. None: main, or no repository
     # The range of the model's main layers that the engine has. None: all.
     layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")
+
+    @property
+    def counts_as_exact(self) -> bool:
+        """Whether the engine is exact by the rules of today."""
+        return self.exact and self.probe_version >= PROBE_VERSION
+
+    @property
+    def exact_note(self) -> str | None:
+        """A line for an engine that only older rules call exact."""
+        if self.exact == self.counts_as_exact:
+            return None
+        return (
+            f"it counts as not exact: probe version {self.probe_version} found it exact, "
+            f"this mtpbuild has {PROBE_VERSION}: build it again"
+        )
 
     @property
     def drafts(self) -> str:
@@ -182,6 +200,37 @@ class Manifest(_Record):
     files: dict[str, FileSpec]
     rank: int | None = None  # the rank whose folder this is, in an engine of several ranks
 
+    def check_sizes(self) -> None:
+        """Raise ValueError unless flags, states and programs tell the same sizes.
+
+        Arrays are made by them.
+        """
+        build, states = self.build, {state.name: state for state in self.state}
+        known = {"batch": build.max_batch, "window": self.window, "drafts": build.nextn}
+        for state in self.state:
+            wanted = known | ({"rows": build.capacity} if state.role == "rows" else {})
+            for size, count in state.sizes.items():
+                if not 0 <= count <= MAX_SIZE or count != wanted.get(size, count):
+                    raise ValueError(f"state {state.name}: {size} {count} is not what it says else")
+        if len(states) < len(self.state):
+            raise ValueError("two states have one name")
+        ahead = {t.name: t for p in self.programs.values() for t in p.inputs}.get("ahead")
+        if ahead is not None and ahead.shape != (1, self.lookahead):
+            raise ValueError(f"lookahead {self.lookahead} is not that of its programs")
+        if self.lookahead > max(1, build.nextn) or build.capacity < build.max_seq_len:
+            raise ValueError("lookahead or capacity does not fit nextn and max_seq_len")
+        for name in (PREFILL, PLAIN):
+            if name not in self.programs:
+                raise ValueError(f"programs: there is no {name}")
+        for name, program in self.programs.items():
+            results = {t.name for t in program.outputs if t.name.endswith(".out")}
+            if results != {f"{t.name}.out" for t in program.inputs if t.name in states}:
+                raise ValueError(f"programs.{name}: other states go in than come out")
+            for spec in (*program.inputs, *program.outputs):
+                own = states.get(spec.name.removesuffix(".out"))
+                if own is not None and not _fits(spec, own):
+                    raise ValueError(f"programs.{name}: {spec.name} is not the state's")
+
     @property
     def whole_model(self) -> str:
         """The model's name without the suffix for a range of layers."""
@@ -217,6 +266,16 @@ class Manifest(_Record):
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 
 
+def _fits(spec: TensorSpec, state: StateSpec) -> bool:
+    """Return whether a program's tensor is of a state's type and sizes, but for slots and rows."""
+    sizes = spec.shape[1:], state.shape[1:]
+    return (
+        spec.dtype == state.dtype
+        and len(spec.shape) == len(state.shape)
+        and all(a == b for a, b in zip(*sizes, strict=True) if isinstance(a, int))
+    )
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Parse `folder/engine.json`; raise EngineFormatError that says what to do."""
     path = folder / MANIFEST
@@ -237,10 +296,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"{'upgrade mtpbuild' if newer else 'build it again'}"
         )
     try:
-        return Manifest.model_validate(raw)
+        manifest = Manifest.model_validate(raw)
+        manifest.check_sizes()
+        return manifest
     except ValidationError as error:
         what = describe_first_error(error, slice(None))
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
+    except ValueError as error:
+        raise EngineFormatError(f"{path}: {error}; rebuild the engine") from None
 
 
 def _suggest_engine(folder: Path) -> str:

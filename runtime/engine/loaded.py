@@ -152,6 +152,8 @@ class LoadedEngine:
                 times = open_step_times(programs, manifest, threads, LOAD_SECONDS)
             with contextlib.suppress(OSError):  # an engine that others own
                 os.utime(folder)  # the time of its last use, for `mtpbuild list`
+            if manifest.build.exact_note:
+                log.warning("note: %s: %s", folder, manifest.build.exact_note)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             limit = prefix_cache_bytes if prefix_cache else 0
             rows_folder = prefix_cache_dir if prefix_cache else None

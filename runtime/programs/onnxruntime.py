@@ -15,12 +15,19 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default; read at im
 import numpy as np
 import onnxruntime as ort
 
-from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    WEIGHTS,
+    Dimension,
+    Manifest,
+    ProgramSpec,
+)
 from mtpbuild.runtime.contract.programs import HIDDEN, MIXED, SCORE, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import find_library_for
 from mtpbuild.runtime.errors import (
     EngineError,
+    EngineFormatError,
     MissingDependencyError,
     UsageError,
     advise_install,
@@ -215,12 +222,35 @@ class OnnxPrograms(HostSlots):
             raise EngineError(
                 f"{path}: onnxruntime can't load it ({take_first_line(error)}); rebuild the engine"
             ) from None
+        if not _are_listed(self._programs[program], session):
+            raise EngineFormatError(
+                f"{self._folder / MANIFEST}: inputs or outputs of {program} are not those of "
+                f"{path.name}; rebuild the engine"
+            )
         if PROVIDERS[self._provider] not in session.get_providers():  # onnxruntime only warns
             raise EngineError(
                 f"onnxruntime finds no GPU that it can use: provider {self._provider} needs the "
                 "NVIDIA driver, CUDA and cuDNN that its release names"
             )
         return session
+
+
+def _are_listed(spec: ProgramSpec, session: ort.InferenceSession) -> bool:
+    """Return whether a program's tensors in the manifest are those of its graph."""
+    inputs = {t.name: t for t in session.get_inputs()}
+    return (
+        {t.name for t in spec.outputs} == {t.name for t in session.get_outputs()}
+        and inputs.keys() == {t.name for t in spec.inputs}
+        and all(_has_shape(t.shape, inputs[t.name].shape) for t in spec.inputs)
+    )
+
+
+def _has_shape(shape: tuple[Dimension, ...], actual: list[Any]) -> bool:
+    """Return whether a shape is this one, as far as both have numbers."""
+    numbers = zip(shape, actual, strict=False)
+    return len(shape) == len(actual) and all(
+        a == b for a, b in numbers if isinstance(a, int) and isinstance(b, int)
+    )
 
 
 def _load_weights(path: Path, huge_pages: bool) -> dict[str, Any]:

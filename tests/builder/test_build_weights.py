@@ -164,19 +164,23 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 def test_weights_at_the_ends_of_fp16(
     to: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Blocks that lose accuracy are counted, by both commands; a block beyond them is refused."""
+    """Blocks that lose accuracy are counted, by both commands; a weight beyond them is refused."""
     tiny, huge = (make_predictable(**SMALL) for _ in range(2))
     name = "model.layers.0.mlp.down_proj.weight"
     weight = tiny.get_parameter(name).detach()
-    weight.mul_(1e-7 / weight.square().mean().sqrt())
+    weight[1:].mul_(1e-7 / weight.square().mean().sqrt())
     huge.get_parameter(name).detach()[3, 5] = 1e7
-    blocks = weight.numel() // 32
+    blocks = weight[1:].numel() // 32
     model = source(save_checkpoint(tmp_path / "tiny", tiny, **SMALL), SCHEMES[to])
     written(model, tmp_path / "engine")
     output = f"{blocks:,} blocks of 32 weights lose accuracy"
     assert f"note: {output}" in caplog.text
     request = "quantize", "--model", tmp_path / "tiny", "--to", to, "--out", tmp_path / "q"
     assert output in invoke(*request)[1]
+    weight[0] = 0.5 * weight[1]
+    model = source(save_checkpoint(tmp_path / "small", tiny, **SMALL), SCHEMES[to])
+    with pytest.raises(CheckpointError, match=f"{name} is too small for {to}, whose scales"):
+        written(model, tmp_path / "none")
     model = source(save_checkpoint(tmp_path / "huge", huge, **SMALL), SCHEMES[to])
     with pytest.raises(CheckpointError, match=f"{name} holds 10,000,000, but {to} ends at"):
         written(model, tmp_path / "other")

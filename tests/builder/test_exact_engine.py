@@ -37,6 +37,7 @@ KINDS = [  # model, weights, caches
             ("many", "float32", "float32"),
             ("glm-4.6", "int8", "bfloat16"),
             ("few", "int8", "int8"),
+            *(("qwen3-next", weights, "float32") for weights in ("int8", "int4")),
             *((name, "int4", "int8") for name in ("many", "glm-4.6", "mimo", "qwen3.5")),
             ("many", "int4", "bfloat16"),
             ("few", "int4", "float32"),
@@ -175,7 +176,7 @@ def test_an_operator_that_nobody_has_probed(
 ) -> None:
     """An engine with one is not called exact, and --exact refuses it by the operator's name."""
     folder = save(tmp_path / "model", "few")
-    monkeypatch.setattr(exact, "BY_ELEMENT", exact.BY_ELEMENT - {"Clip"})
+    monkeypatch.delitem(exact.ALLOWED, "Clip")
     wanted = BuildRequest(str(folder), nextn=(1,), max_seq_len=160, out=tmp_path / "engine")
     with pytest.raises(BuildError, match=r"--exact: engine: operators .* probed: Clip$"):
         build(replace(wanted, exact=True))
@@ -195,7 +196,7 @@ def test_rows_that_an_indexer_reads(tmp_path: Path) -> None:
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.7, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.8, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

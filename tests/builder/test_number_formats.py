@@ -10,10 +10,24 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.readable import name_stored_format, refuse_folder
-from mtpbuild.builder.formats import FORMATS, METHODS, Entry, find_stored_format, refuse_too_large
+from mtpbuild.builder.formats import (
+    FORMATS,
+    METHODS,
+    Entry,
+    find_stored_format,
+    refuse_out_of_range,
+)
 from mtpbuild.builder.formats.fp8 import FP8
-from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, count_coarse_blocks
+from mtpbuild.builder.formats.integers import (
+    INT4,
+    INT8,
+    SHIFTED,
+    WIDE,
+    Integers,
+    count_coarse_blocks,
+)
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
+from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
@@ -241,11 +255,43 @@ def test_int4_is_the_same_in_pieces() -> None:
 def test_weights_beyond_fp16_scales(format: Integers, most: int) -> None:
     weight = torch.zeros(2, 32)
     weight[0, 3], weight[1, 3] = most, -most
-    refuse_too_large(format, "w", weight)
+    refuse_out_of_range(format, "w", weight)
     torch.testing.assert_close(format.decode(encode(format, weight)), weight)
     weight[1, 3] = -most - 100
     with pytest.raises(CheckpointError, match=f"w holds {most + 100:,}, but {format.name} ends"):
-        refuse_too_large(format, "w", weight)
+        refuse_out_of_range(format, "w", weight)
+
+
+@pytest.mark.parametrize("format", [INT4, INT8, SHIFTED[4], SHIFTED[8]])
+@pytest.mark.parametrize("power", range(-12, 9))
+def test_a_weight_keeps_its_accuracy_or_is_refused(format: Integers, power: int) -> None:
+    """The loss is about that of a weight whose root mean square is 1, whatever its own is."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(power))
+    usual = Loss().after(weight, encode(format, weight), format).relative
+    weight *= 10.0**power
+    try:
+        refuse_out_of_range(format, "w", weight)
+    except CheckpointError:
+        assert power < -4 or power > 3
+        return
+    assert -6 < power < 7
+    assert Loss().after(weight, encode(format, weight), format).relative < 1.25 * usual
+
+
+def test_rows_without_weight_refuse_no_other() -> None:
+    """Tokens that no text has may have rows near zero."""
+    weight = torch.randn(64, 256)
+    weight[40:] *= 1e-20
+    refuse_out_of_range(INT4, "w", weight)
+    refuse_out_of_range(INT4, "w", 0 * weight)
+
+
+def test_scales_without_minima_in_fp16_are_refused() -> None:
+    """A weight that is joined with one that has minima gets its own: -8 times its scales."""
+    scales = torch.tensor([[8000.0, 100.0]]).half()
+    SHIFTED[4].rows("_scale", scales, (1, 64), 32)
+    with pytest.raises(CheckpointError, match="too large for minima in fp16"):
+        SHIFTED[4].rows("_scale", scales * 2, (1, 64), 32)
 
 
 def plain_decode(name: str, parts: dict[str, Tensor], n: int, k: int) -> float:

@@ -208,6 +208,30 @@ def test_unseen_and_not_finite_rows() -> None:
     assert np.isnan(after[:, :, 2:]).all()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_bytes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged cache gives the same result in every set; rows with a negative scale add 0."""
+    rng = np.random.default_rng(seed)
+    given = place_rows(1, 2, 300, [64, 16], True, seed)
+    given["cache"] = rng.integers(-128, 128, given["cache"].shape, np.int8)
+    scales = given["cache"][..., 80:].view(np.float16)
+    scales[~(np.abs(scales) < 100)] = -0.5
+    q = rng.standard_normal((1, 5, 2, 80), F)
+    how = {"groups": 1, "values": 0, "latent": 64, "written": 1, "scale": 0.3}
+    [got] = same_everywhere(monkeypatch, "Attention", {"q": q} | given, (F,), **how)
+    assert np.isfinite(got).all()
+    scales[:] = -np.abs(scales)
+    [none] = same_everywhere(monkeypatch, "Attention", {"q": q} | given, (F,), **how)
+    assert not none.any()
+
+
+def test_sizes_are_checked_before_sections_are_made() -> None:
+    given = place_rows(1, 2, 90, [64, 16], True, 0)
+    q = np.zeros((1, 2, 80), F)
+    how = {"groups": 1, "values": 8, "latent": 8, "written": 1, "heads": 1, "scale": 0.3}
+    check_refused("keys and values of other", "Attention", {"q": q} | given, (F,), **how)
+
+
 @pytest.mark.full
 def test_work_for_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For 40 threads tasks have fewer queries, or fewer splits of rows: the bits are the same."""

@@ -220,6 +220,21 @@ def test_log_probabilities(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(alone, got[1:, 1])
 
 
+@pytest.mark.parametrize("size", [0, 1, 5, 10, 16, 37, 513, 5000])
+def test_sums_of_rows(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lane i sums numbers i, i + 16, .., wherever a row lies; halves are added."""
+    x = np.random.default_rng(size).standard_normal((3, 2, size), np.float32)
+    [got] = same_everywhere(monkeypatch, "Sum", {"x": x}, (np.float32,))
+    lanes = np.zeros((3, 2, 16), np.float32)
+    for at in range(0, size, 16):
+        some = x[..., at : at + 16]
+        lanes[..., : some.shape[-1]] += some
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    np.testing.assert_array_equal(got, lanes[..., 0])
+
+
 @pytest.mark.parametrize("V", [2, 16, 600])
 def test_zeros_of_either_sign(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are equal, and the first one counts: which of them is read as the largest shows in no

@@ -153,6 +153,7 @@ def calls() -> dict[str, Op]:
             {"experts": 4, "always": 0},
         ),
         Op("LogSoftmax", {"x": floats(B, T, 700)}, token_rows, saturates=("x",)),
+        Op("Sum", {"x": floats(B, T, 37)}, token_rows),
         Op(
             "Accept",
             {"x": floats(B, T, 700), "window": np.zeros((B, T), INT), "d": np.full(B, T - 1)}

@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams, cpu_library
-from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, PROBE_VERSION, Manifest, read_manifest
 from mtpbuild.runtime.errors import (
     ContextLengthError,
     EngineFileError,
@@ -22,6 +23,7 @@ from mtpbuild.runtime.errors import (
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
 from tests.support.fakes import BOS, FakePrograms, continuation
+from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 
 
@@ -96,6 +98,68 @@ def test_where_kernels_were_not_tried(
     cpu_library._say_where_untried.cache_clear()
     assert len(caplog.messages) == bool(output)
     assert output in caplog.text
+
+
+def with_states(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest's JSON with a cache and a window, which programs read and write."""
+    states = [
+        ("kv.0", "rows", {"batch": 1, "head": 1, "rows": raw["build"]["capacity"], "width": 8}),
+        ("window", "carry", {"batch": 1, "window": raw["build"]["nextn"] + 1}),
+    ]
+    raw["state"] = [
+        {"name": name, "role": role, "dtype": "float32", "sizes": sizes}
+        for name, role, sizes in states
+    ]
+    for program in raw["programs"].values():
+        for suffix, tensors in (("", "inputs"), (".out", "outputs")):
+            program[tensors] = [
+                {"name": name + suffix, "dtype": "float32", "shape": [*sizes.values()]}
+                for name, _, sizes in states
+            ]
+    ahead = {"name": "ahead", "dtype": "int64", "shape": [1, raw["lookahead"]]}
+    raw["programs"]["prefill"]["inputs"].append(ahead)
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda raw: raw["build"].update(nextn=1), "state window: window 4 is not what it says"),
+        (lambda raw: raw["build"].update(max_batch=2), "state kv.0: batch 1 is not what"),
+        (lambda raw: raw["build"].update(capacity=70), "state kv.0: rows 68 is not what"),
+        (lambda raw: raw["build"].update(max_seq_len=100), "lookahead or capacity does not fit"),
+        (lambda raw: raw.update(lookahead=0), "lookahead 0 is not that of its programs"),
+        (lambda raw: raw["model"].update(vocab_size=-1), "model.vocab_size: .* greater than"),
+        (lambda raw: raw["state"][0]["sizes"].update(width=1 << 40), "state kv.0: width"),
+        (lambda raw: raw["state"][0]["sizes"].update(width=-1), "state kv.0: width -1"),
+        (lambda raw: raw["state"][0]["sizes"].update(width=9), "programs.*: kv.0 is not the state"),
+        (lambda raw: raw["state"][1].update(name="kv.0"), "two states have one name"),
+        (lambda raw: raw["programs"].pop("decode"), "programs: there is no decode"),
+        (lambda raw: raw["programs"]["decode"]["inputs"].pop(0), "programs.decode: other states"),
+        (lambda raw: raw["programs"]["decode"]["outputs"].pop(0), "programs.decode: other states"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_contradicts_itself(
+    engine_dir: Path, change: Callable[[dict[str, Any]], object], line: str
+) -> None:
+    edit(engine_dir, with_states)
+    Engine.load(engine_dir).close()
+    edit(engine_dir, change)
+    with pytest.raises(EngineFormatError, match=f"engine.json: {line}.*; rebuild the engine$"):
+        Engine.load(engine_dir)
+
+
+@pytest.mark.parametrize(("version", "exact"), [(1, False), (PROBE_VERSION, True)])
+def test_an_older_probe_counts_as_none(
+    engine_dir: Path, version: int, exact: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(engine_dir, lambda raw: raw["build"].update(exact=True, probe_version=version))
+    with Engine.load(engine_dir) as engine:
+        assert engine.manifest.build.counts_as_exact == exact
+    note = f"counts as not exact: probe version 1 found it exact, this mtpbuild has {PROBE_VERSION}"
+    assert (note in caplog.text) != exact
+    shown = " ".join(invoke("inspect", engine_dir)[1].split())
+    assert ("counts as not exact" in shown) != exact
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

@@ -27,20 +27,20 @@ def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) ->
         (folder / "tokenizer.json").write_text(backend_tokenizer().to_str(), encoding="utf-8")
         (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
         (folder / "generation_config.json").write_text('{"eos_token_id": 1}', encoding="utf-8")
-    program = ProgramSpec(file="decode.onnx", inputs=(), outputs=())
-    prefill = ProgramSpec(file="prefill.onnx", inputs=(), outputs=())
-    return write_manifest(
-        folder, manifest.model_copy(update={"programs": {"prefill": prefill, "decode": program}})
-    )
+    return write_manifest(folder, manifest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write engine.json, listing the files that are there."""
+    """Write engine.json, listing the files that are there; a fake's programs are placeholders."""
+    programs = manifest.programs or {
+        name: ProgramSpec(file=f"{name}.onnx", inputs=(), outputs=())
+        for name in ("prefill", "decode")
+    }
     files = {
         path.name: FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in sorted(folder.iterdir())
         if path.name != MANIFEST
     }
-    manifest = manifest.model_copy(update={"files": files})
+    manifest = manifest.model_copy(update={"files": files, "programs": programs})
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest

@@ -14,6 +14,10 @@ FAMILIES = {
     "glm-4.6": SIZES | {"moe_intermediate_size": 32},
     "mimo": SIZES,
     "qwen3.5": SIZES | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    # a softmax router that chooses all of five experts: their weights are a sum of odd length
+    "qwen3-next": SIZES
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 32, "num_experts": 5, "num_experts_per_tok": 5},
     "glm-5": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
     | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
 }

@@ -14,10 +14,11 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.formats import Format, refuse_too_large
+from mtpbuild.builder.formats import Format, refuse_out_of_range
 from mtpbuild.builder.formats.integers import MixedIntegers
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
+from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class Weight:
 
         heads: fp32 [H, in, out].
         """
-        refuse_too_large(format, self.stored[0].name, heads)
+        refuse_out_of_range(format, self.stored[0].name, heads.transpose(-1, -2))
         encoded = [format.encode(head.T.contiguous()) for head in heads]
         for name, suffix in self.tensors.items():
             yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
@@ -239,10 +240,13 @@ class Weight:
     ) -> Tensor:
         """Join one part of each stored weight of a slice into the engine's tensor of the slice."""
         inputs = self.scale_group(share)
-        rows = (
-            share.cut(stored, format.rows(suffix, part, stored.shape, inputs))
-            for stored, part in zip(group, parts, strict=True)
-        )
+        rows: list[Tensor] = []
+        for stored, part in zip(group, parts, strict=True):
+            try:
+                own = format.rows(suffix, part, stored.shape, inputs)
+            except CheckpointError as error:
+                raise CheckpointError(f"{stored.name} {error}") from None
+            rows.append(share.cut(stored, own))
         if not format.packs:
             return format.finish(suffix, self.transform(*rows), self.joined)
         if self.rows is not None:

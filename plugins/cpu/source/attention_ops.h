@@ -266,16 +266,9 @@ struct Attention : FloatOperator {
     std::unique_ptr<int8_t[]> fresh;        // [slots][fresh rows][bytes]
 
     Rounded(const Attention& own, Call& call, const Job& job)
-        : own(own),
-          job(job),
-          one(own.values == 0),
-          sections(one ? Sections({own.latent, job.width - own.latent}, 1)
-                       : Sections({job.width}, 2 * own.groups)) {
-      REQUIRE(one ? own.groups == 1 && own.latent <= job.width
-                  : own.values == own.groups * job.width && own.latent == job.width,
-              name, "keys and values of other sizes in int8 rows");
-      REQUIRE(job.rows.cache.shape[3] == sections.bytes && job.rows.stride == sections.numbers(),
-              name, "int8 rows " + job.rows.cache.text() + " for " + job.rows.fresh.text());
+        : own(own), job(job), one(own.values == 0), sections(lay_out(own, job)) {
+      REQUIRE(job.rows.cache.shape[3] == sections.bytes, name,
+              "int8 rows " + job.rows.cache.text() + " for " + job.rows.fresh.text());
       value = up(own.latent, BLOCK);
       key = one ? static_cast<int64_t>(sections.blocks.size()) : value;
       int64_t rows = job.slots * job.heads * job.tokens, news = job.slots * job.rows.count;
@@ -286,6 +279,17 @@ struct Attention : FloatOperator {
       for (int64_t i = 0; i < news; i++)
         sections.round(job.rows.fresh.data<float>() + i * job.rows.stride,
                        &fresh[i * sections.bytes]);
+    }
+
+    // Checks the sizes first: sections of damaged ones would fill the memory.
+    static Sections lay_out(const Attention& own, const Job& job) {
+      bool one = own.values == 0;
+      REQUIRE(one ? own.groups == 1 && own.latent <= job.width && job.rows.stride == job.width
+                  : own.latent == job.width && own.values == product(own.groups, job.width) &&
+                        job.rows.stride == product(2, own.values),
+              name, "keys and values of other sizes in int8 rows");
+      return one ? Sections({own.latent, job.width - own.latent}, 1)
+                 : Sections({job.width}, 2 * own.groups);
     }
 
     // Rounds a query, scaled, by block: its largest number becomes 64, or all are NaN.

@@ -47,7 +47,7 @@ inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows,
 }
 
 // The scales of a block of a split's values. Those that are not finite are 0: the scores of their
-// rows are NaN.
+// rows are NaN. So are negative ones, which only a damaged cache holds: no weight leaves 0 .. 127.
 struct Factors {
   alignas(64) float of[mtp::SPLIT], normed[mtp::SPLIT];  // normed: over the largest of 32 rows
   float tops[PARTS];
@@ -74,7 +74,8 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
   }
   for (int64_t r = 0; r < mtp::BLOCK * parts; r += 16) {
     Floats found = load_halves(bits + r);
-    store(factors.of + r, where_less(found, same(65536.0f), found, same(0.0f)));
+    found = where_less(found, same(65536.0f), found, same(0.0f));
+    store(factors.of + r, max(found, same(0.0f)));
   }
   for (int64_t part = 0; part < parts; part++) {
     float top = factors.tops[part] = factors.top(part, mtp::BLOCK);
