@@ -119,11 +119,13 @@ def test_old_and_new_spelling_are_equal() -> None:
         base("rope_theta", "rope_scaling", rope_parameters=parameters)
     )
 
-    optional = ["n_shared_experts", "norm_topk_prob", "first_k_dense_replace", "q_lora_rank"]
+    optional = ["n_shared_experts", "norm_topk_prob", "first_k_dense_replace"]
     optional += ["num_nextn_predict_layers", "tie_word_embeddings", "rope_scaling", "rope_theta"]
     absent = parse_config(base(*optional))
     assert absent == parse_config(base(**dict.fromkeys(optional)))
-    assert absent.q_lora_rank is None
+    assert (absent.n_shared_experts, absent.moe_layers) == (1, (False,) * 3)
+    assert parse_config(base("q_lora_rank")).q_lora_rank == 1536
+    assert parse_config(base(q_lora_rank=None)).q_lora_rank is None
     assert absent.rope == RopeConfig(original_max_position_embeddings=256)
 
 

@@ -1,0 +1,87 @@
+"""A key that config.json leaves out means what it means in transformers' class, or is refused."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder.checkpoint.config import RopeConfig
+from mtpbuild.builder.models import find_family
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
+from mtpbuild.runtime.errors import CheckpointError
+
+CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen2": "MiMoForCausalLM",  # transformers' own class of MiMo is Qwen2's with one more key
+}
+OTHER_SIZES = {"glm4_moe": {"num_attention_heads": 64}}  # the class's 96 give heads of 42
+# The tensors tell how many modules there are.
+COUNTED = {"num_nextn_predict_layers"}
+
+
+def make_usual(kind: str, **given: Any) -> Any:
+    """Make a configuration of transformers' class from its defaults."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind](**{**OTHER_SIZES.get(kind, {}), **given})
+
+
+def parse(kind: str, raw: dict[str, Any], *without: str) -> Any:
+    names = {"architectures": [CLASSES[kind]], "model_type": kind.replace("qwen2", "mimo")}
+    raw = {key: value for key, value in raw.items() if key not in without} | names
+    return find_family(raw).parse_config(raw)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_key_that_is_left_out(kind: str) -> None:
+    """Each key alone, and all together that may be left out."""
+    theirs = make_usual(kind)
+    raw = theirs.to_dict()
+    whole, optional = parse(kind, raw), list[str]()
+    for each in fields(whole):
+        if each.name not in COUNTED and hasattr(theirs, each.name):
+            assert getattr(whole, each.name) == getattr(theirs, each.name), each.name
+    for key in raw.keys() - COUNTED:
+        try:
+            assert parse(kind, raw, key) == whole, key
+            optional.append(key)
+        except CheckpointError as error:
+            assert str(error) == f"{key} is missing"
+    assert parse(kind, raw, *optional) == whole
+    assert {"rms_norm_eps", "rope_parameters", "tie_word_embeddings"} <= {*optional}
+    routed = {"num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor", "topk_group"}
+    assert routed & raw.keys() <= {*optional}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 3.0, "beta_slow": 0.5}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}])
+def test_of_two_spellings_the_old_one_wins(kind: str, more: dict[str, Any]) -> None:
+    """It wins whole: the other one's theta and share of a head count for nothing."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    old = {"rope_type": "yarn", **YARN, **more}
+    new = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.75}
+    both = {"rope_scaling": dict(old), "rope_parameters": dict(new)}
+    theirs = make_usual(kind, rope_scaling=dict(old), rope_parameters=dict(new))
+    wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    ours = parse(kind, make_usual(kind).to_dict() | both)
+    width = getattr(ours, "rotary_dim", getattr(ours, "qk_rope_head_dim", 0))
+    assert 2 * len(wanted) == width
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"] == 10000.0
+    got = compute_inverse_frequencies(ours.rope, width)
+    assert got.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert compute_table_scale(ours.rope) == pytest.approx(scale)
+    alone = parse(kind, make_usual(kind).to_dict() | {"rope_parameters": new})
+    assert alone.rope == RopeConfig(
+        theta=777.0, original_max_position_embeddings=ours.max_position_embeddings
+    )
