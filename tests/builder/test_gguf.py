@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from gguf import GGMLQuantizationType as Type
 from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
+from mtpbuild.builder.gguf.configs import read_groups
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tokenizer import SPLITS, make_tokenizer
 from mtpbuild.builder.models import find_family, load_config
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -244,6 +246,104 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         elif value != (pytest.approx(other[key]) if isinstance(value, float) else other[key]):
             found[key] = (value, other[key])
     return found
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "betas": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
+        "beta_fast": 3.0, "beta_slow": 0.5, "attention_factor": 0.75,
+    },
+    "linear": {"rope_type": "linear", "factor": 2.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("name", ["glm-air", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gigachat"])
+def test_scaled_positions(name: str, scaling: str, tmp_path: Path) -> None:
+    """They are those that transformers makes of the configuration that was converted."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    more = {"rope_scaling": SCALINGS[scaling], "rope_theta": 5000.0, "max_position_embeddings": 256}
+    c, tensors = random_tensors(name, **(SMALL | OTHERS)[name] | more)
+    theirs = CONFIG_MAPPING[c["model_type"]](**{k: v for k, v in c.items() if k != "model_type"})
+    wanted, scale = ROPE_INIT_FUNCTIONS[SCALINGS[scaling]["rope_type"]](theirs)
+    folder = find_model(str(write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.F32)))).folder
+    rope = load_config(folder).rope
+    got = compute_inverse_frequencies(rope, 2 * len(wanted))
+    assert got.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert compute_table_scale(rope) == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"scaling.factor": 4.0}, ("linear", 4.0)),  # llama.cpp's default type
+        ({"scale_linear": 4.0}, ("linear", 4.0)),  # an older key
+        ({"scaling.type": "none", "scaling.factor": 4.0}, ("default", 1.0)),
+        ({"scaling.type": "yarn", "scaling.factor": 4.0}, ("yarn", 4.0)),
+        ({"scaling.type": "yarn"}, ("default", 1.0)),
+        ({"scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0},
+            "attn_factor 2 is not read",
+        ),
+    ],
+)
+def test_keys_of_scaled_positions(keys: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
+    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        for key, value in keys.items():
+            add = writer.add_string if isinstance(value, str) else writer.add_float32
+            add(f"qwen35.rope.{key}", value)
+
+    path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.F32), more=more)
+    if isinstance(wanted, str):
+        with pytest.raises(CheckpointError, match=wanted):
+            load_config(find_model(str(path)).folder)
+        return
+    rope = load_config(find_model(str(path)).folder).rope
+    assert (rope.kind, rope.factor) == wanted
+    assert rope.original_max_position_embeddings == c["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "wanted"),
+    [(64, (1, 1)), (256, (8, 4)), (384, (1, 1)), (24, "no key deepseek2.expert_group_count")],
+)
+def test_older_files_lack_groups_of_experts(
+    experts: int, wanted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"general.architecture": "deepseek2", "deepseek2.expert_count": experts}
+    file = GgufFile(tmp_path / "a.gguf", keys, {})
+    if isinstance(wanted, str):
+        with pytest.raises(CheckpointError, match=wanted):
+            read_groups(file)
+        return
+    assert read_groups(file) == wanted
+    assert f"chooses {wanted[1]} of {wanted[0]} groups" in caplog.text
+    said = {"deepseek2.expert_group_count": 4}
+    with pytest.raises(CheckpointError, match="no key deepseek2.expert_group_used_count"):
+        read_groups(replace(file, keys=keys | said))
+    said["deepseek2.expert_group_used_count"] = 2
+    assert read_groups(replace(file, keys=keys | said)) == (4, 2)
+    other = {"general.architecture": "glm4moe", "glm4moe.expert_count": 256}
+    assert read_groups(replace(file, keys=other)) == (1, 1)
+
+
+def test_big_endian_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "qwen35", endianess=gguf.GGUFEndian.BIG)
+    writer.add_block_count(4)
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"a\.gguf: numbers are big-endian: convert the file"):
+        find_model(str(path))
 
 
 def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:

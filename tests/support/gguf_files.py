@@ -35,7 +35,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": LATENT | {"index_head_dim": 32},
     "glm-5": LATENT | {"index_head_dim": 32},
     "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "glm-4.6": {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "rope_scaling": {
+            "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 3.0,
+            "beta_slow": 0.5, "attention_factor": 1.25,
+        },
+    },
     "qwen3.5-moe": SMALL["qwen3.5"]
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3-next": SMALL["qwen3.5"]
@@ -168,7 +174,7 @@ def delta_rule(c: dict[str, Any], arch: str, read: Read) -> Iterator[tuple[str, 
 
 def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
     arch, modules = ARCHITECTURES[c["model_type"]], modules_of(c)
-    rope = c.get("rope_parameters") or {}
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_block_count(c["num_hidden_layers"] + modules)
@@ -177,6 +183,7 @@ def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_rope_freq_base(float(rope.get("rope_theta") or c.get("rope_theta") or 10000))
+    write_scaling(writer, arch, rope)
     if "intermediate_size" in c:
         writer.add_feed_forward_length(c["intermediate_size"])
     if experts := c.get("n_routed_experts") or c.get("num_experts"):
@@ -219,18 +226,27 @@ def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
         writer.add_q_lora_rank(c["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
     writer.add_rope_dimension_count(rotary)
-    if scaling := c.get("rope_scaling"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
-        for name in ("beta_fast", "beta_slow"):
-            if name in scaling:
-                writer.add_float32(f"{arch}.rope.scaling.yarn_{name}", scaling[name])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     if "index_topk" in c:
         writer.add_uint32(f"{arch}.attention.indexer.head_count", c["index_n_heads"])
         writer.add_uint32(f"{arch}.attention.indexer.key_length", c["index_head_dim"])
         writer.add_uint32(f"{arch}.attention.indexer.top_k", c["index_topk"])
+
+
+def write_scaling(writer: gguf.GGUFWriter, arch: str, rope: dict[str, Any]) -> None:
+    """Write the keys of scaled positions, as converters do for all architectures."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for name in ("beta_fast", "beta_slow", "attention_factor"):
+        if name in rope:
+            key = name.replace("attention", "attn")
+            writer.add_float32(f"{arch}.rope.scaling.yarn_{key}", rope[name])
 
 
 def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
