@@ -290,7 +290,7 @@ def find_gptq_version(settings: Mapping[str, Any]) -> int | None:
 
 
 def name_packing(settings: Mapping[str, Any]) -> str:
-    """Return auto-round's layout; without a name it is GPTQ's first version, as auto-round reads."""
+    """Return the layout of auto-round; without a name it is that of GPTQ, as auto-round reads."""
     packing = settings.get("packing_format")
     return "auto_round:auto_gptq" if packing in (None, "auto") else str(packing)
 

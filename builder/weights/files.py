@@ -2,8 +2,10 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +21,15 @@ from mtpbuild.builder.formats import Format, name_own
 from mtpbuild.builder.gguf.container import find_own_path
 from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights
+from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights, find_factors
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import Header
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -74,15 +78,35 @@ class RestoredSource:
 
 def undo_changes(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the weights that MLX's conversion changed as they were."""
-    tensors = {**checkpoint.tensors}
+    tensors, settings = {**checkpoint.tensors}, checkpoint.settings
     model_type = str(read_object(checkpoint.folder / CONFIG).get("model_type"))
-    for made in convert_mlx_weights(checkpoint.tensors, checkpoint.settings, model_type):
+    factors, unusual = find_factors(tensors, settings, model_type, partial(find_mean, checkpoint))
+    if unusual:
+        added = "has" if unusual[0] in factors else "has not"
+        note_once(
+            f"{checkpoint.folder}: MLX's conversion {added} added 1 to {len(unusual)} norms of the "
+            f"MTP head ({unusual[0]}, ..), as their means tell; they are read so"
+        )
+    for made in convert_mlx_weights(checkpoint.tensors, settings, factors):
         entry = tensors[next(iter(made.sources))]
         for name in checkpoint.check_sources(made):
             tensors.pop(name, None)
         undone = RestoredSource(checkpoint, made)
         tensors[made.name] = FileEntry("F32", made.shape, entry.file, made.name, source=undone)
     return replace(checkpoint, tensors=tensors)
+
+
+def find_mean(checkpoint: Checkpoint, name: str) -> float | None:
+    """Return the mean of a tensor; None if its file can't be read, as it may not be here yet."""
+    try:
+        return checkpoint.tensor(name).float().mean().item()
+    except CheckpointError:
+        return None
+
+
+@cache  # a build opens a checkpoint several times
+def note_once(note: str) -> None:
+    logger.warning("note: %s", note)
 
 
 def list_entries(path: Path) -> list[FileEntry]:

@@ -50,10 +50,13 @@ def test_every_key_that_is_left_out(kind: str) -> None:
             assert getattr(whole, each.name) == getattr(theirs, each.name), each.name
     for key in raw.keys() - COUNTED:
         try:
-            assert parse(kind, raw, key) == whole, key
-            optional.append(key)
+            without = parse(kind, raw, key)
         except CheckpointError as error:
-            assert str(error) == f"{key} is missing"
+            why = str(error)
+            assert why == f"{key} is missing"  # noqa: PT017 - most keys may be left out
+        else:
+            assert without == whole, key
+            optional.append(key)
     assert parse(kind, raw, *optional) == whole
     assert {"rms_norm_eps", "rope_parameters", "tie_word_embeddings"} <= {*optional}
     routed = {"num_experts_per_tok", "moe_intermediate_size", "routed_scaling_factor", "topk_group"}

@@ -33,7 +33,7 @@ FILES: dict[str, tuple[Any, Any, Any, tuple[int, ...]]] = {
     "the older file, null": ({"eos_token": None}, END, tokenizer(ADDED), (7,)),
     "the vocabulary alone": (END, None, VOCABULARY, (7,)),
     "the vocabulary and the older file": (None, END, VOCABULARY, (7,)),
-    "added_tokens_decoder alone": (END | {"added_tokens_decoder": DECODER}, None, tokenizer(), (7,)),
+    "added_tokens_decoder": (END | {"added_tokens_decoder": DECODER}, None, tokenizer(), (7,)),
     "no tokenizer.json": (END | {"added_tokens_decoder": DECODER}, None, None, (7,)),
     "of both the older one": (END, OTHER, tokenizer(BOTH), (9,)),
     "of both the one with added tokens": (

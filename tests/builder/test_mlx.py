@@ -28,7 +28,7 @@ from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.files import collect_tensors, list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -138,12 +138,73 @@ def test_names_of_heads() -> None:
 
 
 def test_a_head_with_the_prefix(tmp_path: Path) -> None:
-    """mlx-vlm takes such tensors as they were published: nothing is added to their norms."""
+    """Such tensors are mostly as they were published; here their norms' means are those of factors.
+
+    Where values can't be read yet, the names decide.
+    """
     folder = shutil.copytree(WRITTEN / "mlx_qwen_head", tmp_path / "head")
     tensors = load_file(folder / SINGLE)
     save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, folder / SINGLE)
     joined = join("mlx_qwen", folder)
-    assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float())
+    assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float() - 1)
+    entries = list_entries(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    assert collect_tensors(folder, [entries], None).tensors["mtp.norm.weight"].source is None
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+JOINED = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
+HEAD_NORMS = (*(f"layers.0.{name}" for name in NORMS), *JOINED, "norm")
+ADDED: dict[str, tuple[str, ...]] = {
+    "to none": (),
+    "to all": HEAD_NORMS,
+    "to those whose names the trunk has": (*HEAD_NORMS[:4], "norm"),
+    "to the last one": ("norm",),
+}
+
+
+@pytest.mark.parametrize("trunk", ["converted", "as published", "elsewhere"])
+@pytest.mark.parametrize("added", ADDED)
+def test_norms_of_a_head_are_told_by_their_means(
+    trunk: str, added: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tools add 1 to a head's norms, to some of them or to none, whatever they do to the trunk's.
+
+    Factors before `fc` are below 0.5, as those of published heads.
+    """
+    torch.manual_seed(0)
+    alone, prefix = trunk == "elsewhere", "" if trunk == "elsewhere" else "mtp."
+    tensors = load_file(WRITTEN / "mlx_qwen_head" / SINGLE)
+    published = dict[str, Tensor]()
+    for name in HEAD_NORMS:
+        middle = {"pre_fc_norm_embedding": -0.73, "pre_fc_norm_hidden": -0.51}.get(name, 0.05)
+        size = tensors[f"{name}.weight"].shape
+        published[name] = (middle + 0.1 * torch.randn(size)).bfloat16()
+        tensors[f"{name}.weight"] = published[name].float() + (name in ADDED[added])
+    source = WRITTEN / ("mlx_qwen_head" if alone else "mlx_qwen")
+    folder = shutil.copytree(source, tmp_path / "a")
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    trunk_tensors = {} if alone else load_file(source / SINGLE)
+    if trunk == "as published":
+        for name, tensor in trunk_tensors.items():
+            if name.endswith("conv1d.weight"):
+                trunk_tensors[name] = tensor.swapaxes(1, 2).contiguous()
+            elif "norm" in name and "linear_attn" not in name:
+                trunk_tensors[name] = tensor - 1
+    save_file(trunk_tensors | tensors, folder / SINGLE)
+    checkpoint = (
+        open_slice(WRITTEN / "mlx_qwen", None, folder) if alone else open_checkpoint(folder)
+    )
+    for name, norm in published.items():
+        assert torch.allclose(checkpoint.read(f"mtp.{name}.weight"), norm.float(), atol=1e-6), name
+    whole = open_checkpoint(WRITTEN / "mlx_qwen")
+    last = "model.norm.weight"
+    assert torch.allclose(checkpoint.read(last), whole.read(last), atol=1e-3)
+    usual = () if trunk == "as published" else HEAD_NORMS
+    unusual = {*usual} ^ {*ADDED[added]}
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == bool(unusual)
+    assert all(f"added 1 to {len(unusual)} norms of the MTP head" in note for note in notes)
 
 
 def dequantised(folder: str, place: Path) -> Path:
