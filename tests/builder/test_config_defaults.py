@@ -53,7 +53,7 @@ def test_every_key_that_is_left_out(kind: str) -> None:
             without = parse(kind, raw, key)
         except CheckpointError as error:
             why = str(error)
-            assert why == f"{key} is missing"  # noqa: PT017 - most keys may be left out
+            assert why == f"{key} is missing"
         else:
             assert without == whole, key
             optional.append(key)

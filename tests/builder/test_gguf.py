@@ -325,7 +325,7 @@ def test_older_files_lack_groups_of_experts(
     assert read_groups(file) == wanted
     assert f"chooses {wanted[1]} of {wanted[0]} groups" in caplog.text
     said = {"deepseek2.expert_group_count": 4}
-    with pytest.raises(CheckpointError, match="no key deepseek2.expert_group_used_count"):
+    with pytest.raises(CheckpointError, match=r"no key .*expert_group_used_count"):
         read_groups(replace(file, keys=keys | said))
     said["deepseek2.expert_group_used_count"] = 2
     assert read_groups(replace(file, keys=keys | said)) == (4, 2)
