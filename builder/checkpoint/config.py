@@ -69,6 +69,16 @@ class Reader:
         expected = f"a list of {count} names, dense or sparse"
         return [kind == "sparse" for kind in self.get(key, [], valid, expected)]
 
+    def rope(self) -> "Reader":
+        """Return the rotary embedding's values; of both spellings the old one wins.
+
+        transformers reads them so, and takes nothing of the other one.
+        """
+        raw = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        if not isinstance(raw, dict):
+            raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
+        return Reader(raw)
+
     def only(self, **supported: Any) -> None:
         """Raise CheckpointError if a key is present with another value than the given one."""
         for key, value in supported.items():
@@ -113,24 +123,13 @@ class RopeConfig:
     truncate: bool = flag(True)
 
 
-def find_rope_values(read: Reader) -> Reader:
-    """Return the object of the rotary embedding; of both spellings the old one wins.
-
-    transformers reads them so, and takes nothing of the other one.
-    """
-    raw = read.raw.get("rope_scaling") or read.raw.get("rope_parameters") or {}
-    if not isinstance(raw, dict):
-        raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
-    return Reader(raw)
-
-
 def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     """Read the rotary embedding in the old or the new spelling of `config.json`.
 
     The old spelling has rope_theta at the top level and the rest in rope_scaling. The new one has
     everything in rope_parameters.
     """
-    rope = find_rope_values(read)
+    rope = read.rope()
     raw = rope.raw
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
     if kind not in (known := ("default", "linear", "yarn")):

@@ -9,12 +9,8 @@ from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
+from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
-from mtpbuild.runtime.text.tokenizer_files import (
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
-    special_tokens,
-)
 
 
 @dataclass(frozen=True)
@@ -40,10 +36,11 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
         per_file = (_read_ids(file, key, config.vocab_size) for file in files)
         return next((ids for ids in per_file if ids is not None), ())
 
-    tokenizer_config = read_object(folder / TOKENIZER_CONFIG)
+    tokenizer_config = read_object(folder / tokenizer_files.TOKENIZER_CONFIG)
     listed = tokenizer_config.get("added_tokens_decoder")
     bos, eos, ids = first("bos_token_id"), first("eos_token_id"), _read_token_ids(folder, listed)
-    newer, older = map(special_tokens, (tokenizer_config, read_object(folder / SPECIAL_TOKENS_MAP)))
+    newer = tokenizer_files.special_tokens(tokenizer_config)
+    older = tokenizer_files.special_tokens(read_object(folder / tokenizer_files.SPECIAL_TOKENS_MAP))
     special = older | newer if listed else newer | older
     tokenizer_eos = ids.get(special.get("eos_token", ""))
     if isinstance(tokenizer_eos, int) and 0 <= tokenizer_eos < config.vocab_size:

@@ -128,28 +128,30 @@ def read_rope(file: GgufFile) -> Config:
     As in llama.cpp a factor without a type is linear, and the context is YaRN's original one if
     the file names no other.
     """
+
+    def find(name: str) -> Any:
+        return file.keys.get(f"{file.architecture}.rope.scaling.{name}")
+
     theta = {"rope_theta": file.key("rope.freq_base", 10000.0)}
-    factor = file.key("rope.scaling.factor", file.key("rope.scale_linear", 1.0))
+    factor = find("factor") or file.key("rope.scale_linear", 1.0) or 1.0
     kind = file.key("rope.scaling.type", "linear")
-    if kind in ("none", "") or (factor in (0, 1) and kind in ("linear", "yarn")):
+    if kind in ("none", "") or (factor == 1 and kind in ("linear", "yarn")):
         return {**theta, "rope_type": "default"}
-    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
-        if kind == "yarn" and file.key(key, 1.0) != 1:
-            raise CheckpointError(f"{file.path}: {key} {file.key(key):g} is not read; supported: 1")
     if kind != "yarn":
         return {**theta, "rope_type": kind, "factor": factor}
-    scale = round(10 * file.key("rope.scaling.yarn_log_multiplier", 0.0), 6)
-    attention = file.keys.get(f"{file.architecture}.rope.scaling.yarn_attn_factor")
+    for name in ("attn_factor", "yarn_ext_factor"):
+        if find(name) not in (None, 1):
+            found = f"rope.scaling.{name} {find(name)}"
+            raise CheckpointError(f"{file.path}: {found} is not read; supported: 1")
+    scale = round(10 * (find("yarn_log_multiplier") or 0.0), 6)
     return {
         **theta,
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": file.key(
-            "rope.scaling.original_context_length", file.key("context_length")
-        ),
-        "attention_factor": attention,
-        "beta_fast": file.key("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": file.key("rope.scaling.yarn_beta_slow", 1.0),
+        "original_max_position_embeddings": find("original_context_length"),
+        "attention_factor": find("yarn_attn_factor"),
+        "beta_fast": find("yarn_beta_fast"),
+        "beta_slow": find("yarn_beta_slow"),
         **({"mscale": scale, "mscale_all_dim": scale} if scale else {}),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.formats import Entry, Shape, find_stored_format
-from mtpbuild.builder.formats.mlx import METHOD, WORD
+from mtpbuild.builder.formats.mlx import WORD
 from mtpbuild.builder.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 KEYS, VALUES = "embed_q.", "unembed_out."  # of kv_b_proj; each head's keys are transposed
 FIRST = f"{KEYS}0.weight"
-# Means above which a norm of a head holds factors and not factors less 1. Of published heads the
-# factors of the norms before `fc` have means of 0.27 and 0.49, others of about 1.
-LEAST_JOINED, LEAST_FACTOR = 0.2, 0.5
 PLAIN = "linear_attn.norm.weight"  # the only norm of Qwen's that holds its factor in any file
 
 
@@ -29,32 +26,6 @@ class ConvertedWeight:
     shape: Shape
     sources: Mapping[str, Shape]
     change: Callable[..., Tensor]
-
-
-def find_factors(
-    tensors: Mapping[str, Entry],
-    settings: Mapping[str, Any],
-    model_type: str,
-    find_mean: Callable[[str], float | None],
-) -> tuple[set[str], list[str]]:
-    """Return which norms of Qwen3.5 hold their factors, and those whose means alone tell so.
-
-    MLX's conversion adds 1 to norms where it transposes convolutions, and in files of a head alone
-    where names lack the prefix `mtp.`. Other tools leave out a head's norms, or some of them, so
-    that the mean of each tells. find_mean: returns None where values can't be read.
-    """
-    turned = any(is_turned(name, entry.shape) for name, entry in tensors.items())
-    alone = model_type.startswith("qwen3") and model_type.endswith("_mtp")
-    by_mlx = turned or alone or settings.get("quant_method") == METHOD
-    factors, unusual = set[str](), list[str]()
-    for name in filter(is_norm, tensors):
-        prefixed = name.startswith("mtp.")
-        usual = holds = turned or (alone and not prefixed)
-        if by_mlx and (alone or prefixed) and (mean := find_mean(name)) is not None:
-            holds = mean > (LEAST_JOINED if "pre_fc_norm" in name else LEAST_FACTOR)
-        factors |= {name} if holds else set()
-        unusual += [name] if holds != usual else []
-    return factors, unusual
 
 
 def convert_mlx_weights(

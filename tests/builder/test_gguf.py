@@ -287,7 +287,7 @@ def test_scaled_positions(name: str, scaling: str, tmp_path: Path) -> None:
         ({"scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
         (
             {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.attn_factor": 2.0},
-            "attn_factor 2 is not read",
+            "attn_factor 2.0 is not read",
         ),
     ],
 )

@@ -6,14 +6,7 @@ then their values.
 
 from dataclasses import dataclass
 
-from mtpbuild.builder.checkpoint.config import (
-    ModelConfig,
-    Reader,
-    find_rope_values,
-    fixed,
-    flag,
-    integer,
-)
+from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
@@ -49,7 +42,7 @@ def read_head_sizes(read: Reader) -> dict[str, int]:
     """Read `head_dim` and `rotary_dim`."""
     heads = read.integer("num_attention_heads", 1)
     width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
-    rope = find_rope_values(read)
+    rope = read.rope()
     nested = rope if rope.raw.get("partial_rotary_factor") is not None else read
     factor = nested.number("partial_rotary_factor", 1.0, above=0)
     return {"head_dim": width, "rotary_dim": int(width * factor)}

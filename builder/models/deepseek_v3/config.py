@@ -12,16 +12,10 @@ from mtpbuild.runtime.ranks import Ranks
 
 # What transformers' class takes for a value that config.json leaves out.
 USUAL: dict[str, Any] = {
-    "q_lora_rank": 1536,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 3,
-}
+    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,10 @@ from mtpbuild.runtime.ranks import Ranks
 
 # What transformers' class takes for a value that config.json leaves out.
 USUAL: dict[str, Any] = {
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "attention_bias": False,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-}
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 1, "attention_bias": False,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

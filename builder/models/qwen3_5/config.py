@@ -21,29 +21,19 @@ from mtpbuild.runtime.ranks import Ranks
 PREFIX = "mtp."
 KEY = "num_nextn_predict_layers"  # the number of MTP modules, as `ModelConfig` names it
 MODULES = "mtp_num_hidden_layers"  # the same in these models' files
-NEXT = "qwen3_next"
 # What transformers' classes take for values that config.json leaves out.
 USUAL: dict[str, Any] = {
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}
-USUAL_EXPERTS: dict[str, Any] = {  # of mixtures
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "intermediate_size": 512,
-}
-USUAL_NEXT: dict[str, Any] = {
-    "n_routed_experts": 512,
-    "num_experts_per_tok": 10,
-    "intermediate_size": 5632,
-}
+}  # fmt: skip
+USUAL_MOE: dict[str, Any] = USUAL | {
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "intermediate_size": 512,
+}  # fmt: skip
+USUAL_NEXT: dict[str, Any] = USUAL_MOE | {
+    "n_routed_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632,
+}  # fmt: skip
 ATTENTION, DELTA = "full_attention", "linear_attention"  # names in `layer_types`
 STATES = ("conv", "delta")
 
@@ -105,9 +95,8 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     if not isinstance(text, dict):
         raise CheckpointError("text_config must be an object")
     kind = str(text.get("model_type") or raw.get("architectures"))
-    packed = NEXT in kind or "Qwen3Next" in kind
-    mixture = USUAL_EXPERTS | (USUAL_NEXT if packed else {})
-    usual = USUAL | (mixture if packed or "moe" in kind.lower() else {})
+    packed = "qwen3next" in kind.lower().replace("_", "")
+    usual = USUAL_NEXT if packed else USUAL_MOE if "moe" in kind.lower() else USUAL
     read = Reader(read_text_values(raw, text, packed), usual)
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
     sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
