@@ -11,6 +11,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
 from mtpbuild.builder.formats.compressed_tensors import METHOD, name_kept_format
 from mtpbuild.builder.formats.mlx import METHOD as MLX
+from mtpbuild.builder.formats.modelopt import name_algorithm
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
@@ -40,15 +41,18 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
         )
 
 
-def name_stored_format(folder: Path) -> str:
-    """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
-    settings = read_quantisation(folder)
-    method = settings.get("quant_method", "bf16")
-    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
+def name_stored_format(settings: Mapping[str, Any], name: str) -> str:
+    """Return a recipe's name for the layout of a weight, by settings that are read."""
+    method, module = settings.get("quant_method", "bf16"), name.removesuffix(".weight")
+    layouts = {
+        "modelopt": name_algorithm(settings, module),
+        "mtpbuild": str(settings.get("fmt")),
+        "bf16": "bf16",
+    }
     affine = settings.get("mode", "affine") == "affine" and settings.get("bits") in (2, 3, 4)
     layouts[MLX] = "nvfp4" if settings.get("mode") == "nvfp4" else "int4" if affine else "int8"
     if method == METHOD:
-        return name_kept_format(settings)
+        return name_kept_format(settings, module)
     if method == "fp8":
         return method
     wide = settings.get("bits") == 8 or settings.get("desc_act")  # of GPTQ and its kin

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.readable import name_stored_format
+from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import NAMES, SIZES
@@ -90,11 +90,10 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
     if not has_weights(found.folder):
-        scheme = SCHEMES[name_stored_format(found.folder)]
         return CheckpointLayout(
             found.name,
             config,
-            lambda stored: format_by(scheme, config, stored),
+            find_said_formats(found.folder, config),
             lambda stored: "BF16",
             repeated=False,
         )
@@ -107,6 +106,14 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
         lambda stored: opened.format(stored.name),
         lambda stored: opened.tensors[stored.name].dtype,
         repeated=any(name in opened.tensors for name in find_family_of(config).duplicates(config)),
+    )
+
+
+def find_said_formats(folder: Path, config: ModelConfig) -> FormatOf:
+    """Return the format of each weight by the settings of a checkpoint, which needs no weights."""
+    settings = read_quantisation(folder)
+    return lambda stored: format_by(
+        SCHEMES[name_stored_format(settings, stored.name)], config, stored
     )
 
 

@@ -309,7 +309,7 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
     both = {"quantization": settings, "quantization_config": left}
     (tmp_path / "config.json").write_text(json.dumps(both))
     assert read_quantisation(tmp_path)["quant_method"] == "mlx"
-    assert name_stored_format(tmp_path) == held
+    assert name_stored_format(read_quantisation(tmp_path), "x.weight") == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
         refuse_folder(tmp_path)
