@@ -86,6 +86,39 @@ def test_a_head_that_is_not_whole(damage: str, smallest: Path, tmp_path: Path) -
     assert not any(name.startswith("mtp.") for name in without.table.formats)
 
 
+WHOLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], Any], str]] = {
+    "another width": (
+        {"v_head_dim": 24}, lambda t: None,
+        r"model.layers.0.self_attn.kv_b_proj.weight has shape .*, config.json makes it",
+    ),
+    "another vocabulary": (
+        {"vocab_size": 60}, lambda t: None, r"tensor model.embed_tokens.weight has shape",
+    ),
+    "trunk and head lack a tensor": (
+        {}, lambda t: [t.pop(f"model.layers.{i}.input_layernorm.weight") for i in (0, 1)],
+        "missing tensor model.layers.0.input_layernorm.weight$",
+    ),
+    "the trunk lacks a tensor, and there is no head": (
+        {}, lambda t: [t.pop(name) for name in list(t) if LAYER in name or "o_proj" in name],
+        "missing tensor model.layers.0.self_attn.o_proj.weight$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_fault_of_the_whole_checkpoint(fault: str, smallest: Path, tmp_path: Path) -> None:
+    """It is not told as the head's, whom nothing that the message advises would help."""
+    values, change, says = WHOLE[fault]
+    folder = shutil.copytree(smallest, tmp_path / "a")
+    raw = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(raw))
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=says) as error:
+        opened(folder, 1, tmp_path / "n1")
+    assert "MTP" not in str(error.value)
+    assert "--nextn" not in str(error.value)
+
+
 @pytest.mark.parametrize("given", ["folder", "file"])
 @pytest.mark.parametrize("count", [0, 1, None])
 def test_a_head_is_joined(
