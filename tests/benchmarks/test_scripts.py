@@ -1,7 +1,9 @@
 """What the benchmarks conclude from what they measured; the measuring itself is not timed here."""
 
+import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime import EngineError, RequestMetrics, Result, SpeculativeDecoding
-from tests.support.scripts import BENCHMARKS, benchmark
+from tests.support.scripts import BENCHMARKS, ROOT, benchmark
 
 PEER = """
 import sys
@@ -163,3 +165,28 @@ def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_pa
     output[1][0].token_ids[0] = 9
     with pytest.raises(EngineError, match="n3 gives another text than"):
         structured.report(paths, [2.0, 1.0], output)
+
+
+def test_bits_of_the_documents_formats() -> None:
+    """The table of docs/quantisation.md has the bits that the benchmark counts."""
+    script, counted = benchmark("quantised"), dict[str, list[str]]()
+    for model in ("deepseek-tiny", "qwen-tiny"):
+        plain = script.load_plain(script.find_model(model).folder)
+        for name in ("int8", "int4", "int8, head int4"):
+            bits = script.count_bits(script.products(plain, script.VARIANTS[name]))
+            counted.setdefault(name, []).append(bits)
+    page = (ROOT / "docs" / "quantisation.md").read_text()
+    said = dict(re.findall(r"^\| (int[^|]*) \| ([\d.; ]+) \| \d", page, re.MULTILINE))
+    for name, found in counted.items():
+        cells = said[name].split("; ")
+        digits = len(cells[0].partition(".")[2])
+        assert cells == [*dict.fromkeys(f"{bits:.{digits}f}" for bits in found)], name
+    assert said["int4, calibrated"] == said["int4"]
+
+
+def test_the_wheel_that_is_named() -> None:
+    """Wheels are for any Python 3, and have the project's version."""
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    named = [re.findall(r"mtpbuild-[\w.-]*\.whl", p.read_text()) for p in ROOT.glob("docs/*.md")]
+    assert {*chain(*named)} == {f"mtpbuild-{version[1]}-py3-none-linux_x86_64.whl"}
