@@ -130,16 +130,15 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     everything in rope_parameters.
     """
     rope = read.rope()
-    raw = rope.raw
-    kind = str(raw.get("rope_type") or raw.get("type") or "default")
+    kind = str(rope.raw.get("rope_type") or rope.raw.get("type") or "default")
     if kind not in (known := ("default", "linear", "yarn")):
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
-    theta = rope if raw.get("rope_theta") is not None else read
+    theta = rope if rope.raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     original = rope.integer("original_max_position_embeddings", 1, default=limit)
-    if kind == "linear" and raw.get("factor") is None:
+    if kind == "linear" and rope.raw.get("factor") is None:
         raise CheckpointError("factor of rope type 'linear' is missing")
-    has_factor = raw.get("attention_factor") is not None
+    has_factor = rope.raw.get("attention_factor") is not None
     return rope.fill(
         RopeConfig,
         theta=theta.number("rope_theta", 10000.0, above=1),

@@ -45,8 +45,7 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     tokenizer_eos = ids.get(special.get("eos_token", ""))
     if isinstance(tokenizer_eos, int) and 0 <= tokenizer_eos < config.vocab_size:
         eos = tuple(dict.fromkeys((*eos, tokenizer_eos)))
-    thinks = {"<think>", "</think>"} <= ids.keys()
-    thinking = (ids["<think>"], ids["</think>"]) if thinks else None
+    thinking = (ids["<think>"], ids["</think>"]) if {"<think>", "</think>"} <= ids.keys() else None
     return GenerationIds(next(iter(bos), None), eos, thinking)
 
 

@@ -20,7 +20,7 @@ from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -90,13 +90,8 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
     if not has_weights(found.folder):
-        return CheckpointLayout(
-            found.name,
-            config,
-            find_said_formats(found.folder, config),
-            lambda stored: "BF16",
-            repeated=False,
-        )
+        said = find_formats(found.folder, config)
+        return CheckpointLayout(found.name, config, said, lambda stored: "BF16", repeated=False)
     opened = open_checkpoint(found.folder)
     config = opened.settle(config)
     opened.check(config)
@@ -109,11 +104,14 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     )
 
 
-def find_said_formats(folder: Path, config: ModelConfig) -> FormatOf:
-    """Return the format of each weight by the settings of a checkpoint, which needs no weights."""
+def find_formats(folder: Path, config: ModelConfig, scheme: Scheme | None = None) -> FormatOf:
+    """Return the format of each weight by a scheme, else by the settings of a checkpoint.
+
+    Both need no weights.
+    """
     settings = read_quantisation(folder)
     return lambda stored: format_by(
-        SCHEMES[name_stored_format(settings, stored.name)], config, stored
+        scheme or SCHEMES[name_stored_format(settings, stored.name)], config, stored
     )
 
 

@@ -33,7 +33,6 @@ def read_sizes(file: GgufFile) -> Config:
 def read_experts(file: GgufFile) -> Config:
     """Return the numbers of experts, as DeepSeek and GLM have them."""
     softmax = file.key("expert_gating_func", SIGMOID) != SIGMOID
-    dense = file.key("leading_dense_block_count", 0)
     groups, chosen = read_groups(file)
     return {
         "intermediate_size": file.key("feed_forward_length"),
@@ -46,8 +45,7 @@ def read_experts(file: GgufFile) -> Config:
         "routed_scaling_factor": file.key("expert_weights_scale", 1.0),
         "norm_topk_prob": file.key("expert_weights_norm", False),
         "scoring_func": "softmax" if softmax else "sigmoid",
-        "first_k_dense_replace": dense,
-        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(file.layers)],
+        "first_k_dense_replace": file.key("leading_dense_block_count", 0),
         "num_nextn_predict_layers": file.modules,
     }
 
@@ -58,14 +56,10 @@ def read_groups(file: GgufFile) -> tuple[int, int]:
     if groups or file.architecture != "deepseek2":
         return max(groups, 1), file.key("expert_group_used_count", None if groups > 1 else 1)
     if experts not in UNSAID_GROUPS:
-        raise CheckpointError(
-            f"{file.path}: no key deepseek2.expert_group_count, so that it is not known how a "
-            f"token chooses among {experts} experts: convert the model anew"
-        )
+        raise CheckpointError(f"{file.path}: no expert_group_count; convert the model anew")
     groups, chosen = UNSAID_GROUPS[experts]
-    note = "note: %s: no expert_group_count: a token chooses %d of %d groups of experts, as in %s"
-    model = "DeepSeek-V3" if groups > 1 else "models without groups"
-    logger.warning(note, file.path.name, chosen, groups, model)
+    note = "note: %s: no expert_group_count: a token chooses %d of %d groups of its %d experts"
+    logger.warning(note, file.path.name, chosen, groups, experts)
     return groups, chosen
 
 

@@ -93,12 +93,12 @@ def is_module(family: Family, c: ModelConfig, name: str) -> bool:
     return place is not None and place[0] >= c.num_hidden_layers
 
 
-def describe_stripped(family: Family, c: ModelConfig, there: int) -> str | None:
+def describe_stripped(where: object, family: Family, c: ModelConfig, there: int) -> str | None:
     """Say that a checkpoint holds fewer modules than its config.json says; None if it does not."""
     if there >= c.num_nextn_predict_layers:
         return None
     return (
-        f"config.json says {family.modules_key} {c.num_nextn_predict_layers}, but MTP layer "
-        f"{family.name_module(c, there)} was stripped (quantised and fine-tuned copies often lack "
-        f"it): {JOIN}"
+        f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but MTP "
+        f"layer {family.name_module(c, there)} was stripped (quantised and fine-tuned copies often "
+        "lack it)"
     )

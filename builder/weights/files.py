@@ -102,25 +102,22 @@ def find_factors(checkpoint: Checkpoint, model_type: str) -> set[str]:
     where names lack the prefix `mtp.`. Other tools leave out a head's norms, or some of them, so
     that the mean of each decides.
     """
-    tensors, factors, unusual = checkpoint.tensors, set[str](), list[str]()
+    tensors, settings = checkpoint.tensors, checkpoint.settings
     turned = any(is_turned(name, entry.shape) for name, entry in tensors.items())
     alone = model_type.startswith("qwen3") and model_type.endswith("_mtp")
-    by_mlx = turned or alone or checkpoint.settings.get("quant_method") == MLX
-    for name in filter(is_norm, tensors):
-        prefixed = name.startswith("mtp.")
-        usual = holds = turned or (alone and not prefixed)
-        if by_mlx and (alone or prefixed):
+    prefixed = {name: name.startswith("mtp.") for name in tensors if is_norm(name)}
+    usual = {name for name, of_mtp in prefixed.items() if turned or (alone and not of_mtp)}
+    factors = {*usual}
+    for name in prefixed if turned or alone or settings.get("quant_method") == MLX else ():
+        if alone or prefixed[name]:
             with suppress(CheckpointError):  # the file may not be here yet
-                mean = checkpoint.tensor(name).float().mean().item()
-                holds = mean > (LEAST_JOINED if "pre_fc_norm" in name else LEAST_FACTOR)
-        factors |= {name} if holds else set()
-        unusual += [name] if holds != usual else []
-    if unusual:
-        note_once(
-            f"{checkpoint.folder}: MLX's conversion has {'' if unusual[0] in factors else 'not '}"
-            f"added 1 to {len(unusual)} norms of the MTP head ({unusual[0]}, ..), as their means "
-            "tell; they are read so"
-        )
+                least = LEAST_JOINED if "pre_fc_norm" in name else LEAST_FACTOR
+                holds = checkpoint.tensor(name).float().mean().item() > least
+                (factors.add if holds else factors.discard)(name)
+    if unusual := sorted(factors ^ usual):
+        said = f"has {'' if unusual[0] in factors else 'not '}added 1 to {len(unusual)} norms"
+        why = f"of the MTP head ({unusual[0]}, ..), as their means tell; they are read so"
+        note_once(f"{checkpoint.folder}: MLX's conversion {said} {why}")
     return factors
 
 

@@ -246,18 +246,17 @@ class Checkpoint:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
-        stripped = describe_stripped(family, config, stored_count) if drafts else None
+        stripped = describe_stripped(self.folder, family, config, stored_count) if drafts else None
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
-        fault = self._find_fault(config, head=True) if count else None
-        if fault is None and stripped is None:
+        fault = stripped or (self._find_fault(config, head=True) if count else None)
+        if fault is None:
             return config
         if drafts is False:
             return replace(config, num_nextn_predict_layers=0)
-        said = f"{self.folder}: {stripped}{explain_joining(self.folder)}"
-        head_fault = f"{fault}: {JOIN}" if stripped is None else said
         # A fault of the whole checkpoint is none of its head alone.
-        raise CheckpointError(self._find_fault(config, head=False) or head_fault)
+        trunk_fault = self._find_fault(config, head=False)
+        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{explain_joining(self.folder)}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""

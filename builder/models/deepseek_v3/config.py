@@ -61,8 +61,8 @@ def parse_fields(kind: type[C], raw: Mapping[str, Any], **usual: Any) -> C:
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
         raise CheckpointError("attention_bias true is not supported with latent attention")
-    direct = raw.get("q_lora_rank", 0) is None  # null is a value: queries have no latent
-    q_lora = None if direct else read.integer("q_lora_rank", 1)
+    # null is a value: queries have no latent.
+    q_lora = None if raw.get("q_lora_rank", 0) is None else read.integer("q_lora_rank", 1)
     config = read.fill(kind, q_lora_rank=q_lora)
     config.check_experts()
     if config.qk_rope_head_dim % 2:

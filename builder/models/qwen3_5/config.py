@@ -97,7 +97,7 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     kind = str(text.get("model_type") or raw.get("architectures"))
     packed = "qwen3next" in kind.lower().replace("_", "")
     usual = USUAL_NEXT if packed else USUAL_MOE if "moe" in kind.lower() else USUAL
-    read = Reader(read_text_values(raw, text, packed), usual)
+    read = Reader(read_text_values(raw, text), usual)
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
     sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
     config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
@@ -112,18 +112,13 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     return config
 
 
-def read_text_values(
-    raw: Mapping[str, Any], text: Mapping[str, Any], packed: bool
-) -> dict[str, Any]:
+def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's values under the names that other families have."""
-    # Of Qwen3.5's mixtures no layer is dense.
-    shared = None if packed else text.get("shared_expert_intermediate_size")
     renamed = {
         KEY: text.get(MODULES, raw.get(KEY)),
         "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
         "n_routed_experts": text.get("num_experts"),
         "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
-        "intermediate_size": text.get("intermediate_size") or shared,
     }
     return {**text, **renamed}
 
