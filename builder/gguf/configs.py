@@ -53,7 +53,7 @@ def read_experts(file: GgufFile) -> Config:
 def read_groups(file: GgufFile) -> tuple[int, int]:
     """Return the number of groups of experts, and how many of them a token chooses."""
     groups, experts = file.key("expert_group_count", 0), file.key("expert_count")
-    if groups or file.architecture != "deepseek2":
+    if groups or file.architecture not in ("deepseek2", "deepseek32"):
         return max(groups, 1), file.key("expert_group_used_count", None if groups > 1 else 1)
     if experts not in UNSAID_GROUPS:
         raise CheckpointError(f"{file.path}: no expert_group_count; convert the model anew")
@@ -183,13 +183,13 @@ def read_hybrid(file: GgufFile) -> Config:
     next_, moe = file.architecture == "qwen3next", file.architecture != "qwen35"
     kind = "qwen3_next" if next_ else "qwen3_5_moe_text" if moe else "qwen3_5_text"
     name = "Qwen3Next" if next_ else "Qwen3_5Moe" if moe else "Qwen3_5"
-    routed = {
-        "num_experts": file.key("expert_count", 0),
-        "num_experts_per_tok": file.key("expert_used_count", 1),
-        "moe_intermediate_size": file.key("expert_feed_forward_length", 1),
+    routed: Config = {} if not moe else {
+        "num_experts": file.key("expert_count"),
+        "num_experts_per_tok": file.key("expert_used_count"),
+        "moe_intermediate_size": file.key("expert_feed_forward_length"),
         "shared_expert_intermediate_size": file.key("expert_shared_feed_forward_length", 0),
         "norm_topk_prob": file.key("expert_weights_norm", True),
-    }
+    }  # fmt: skip
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
@@ -202,7 +202,7 @@ def read_hybrid(file: GgufFile) -> Config:
         "linear_num_key_heads": file.key("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": file.key("ssm.inner_size") // values,
-        **(routed if moe else {}),
+        **routed,
         "mtp_num_hidden_layers": file.modules,
         "rope_parameters": read_partial_rope(file),
     }

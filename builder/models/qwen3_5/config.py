@@ -94,9 +94,9 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise CheckpointError("text_config must be an object")
-    kind = str(text.get("model_type") or raw.get("architectures"))
-    packed = "qwen3next" in kind.lower().replace("_", "")
-    usual = USUAL_NEXT if packed else USUAL_MOE if "moe" in kind.lower() else USUAL
+    kind = f"{text.get('model_type')} {raw.get('model_type')} {raw.get('architectures')}".lower()
+    packed, mixture = "next" in kind, "moe" in kind or text.get("num_experts")
+    usual = USUAL_NEXT if packed else USUAL_MOE if mixture else USUAL
     read = Reader(read_text_values(raw, text), usual)
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
     sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
