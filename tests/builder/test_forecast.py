@@ -30,7 +30,7 @@ from mtpbuild.builder.targets.tensorrt import TARGET
 from mtpbuild.builder.weights.table import choose_formats, make_family_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
-from tests.support.checkpoints import BASE, SHAPES
+from tests.support.checkpoints import BASE
 from tests.support.forecasts import counted_once
 from tests.support.invoke import invoke, refusal
 
@@ -208,51 +208,41 @@ def test_a_folder_is_read(smallest: Path) -> None:
 
 EXPERTS_4 = {"targets": ["re:.*mlp.experts.*"], "weights": {"num_bits": 4, "group_size": 32}}
 ATTENTION_8 = {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float"}}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
-OTHERS_16 = {"ignore": ["lm_head", "re:.*shared_experts.*"]}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-FOUR = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4"} for i in range(62)}
-EIGHTS = {f"model.layers.{i}.self_attn.o_proj": {"quant_algo": "FP8"} for i in range(62)}
-Kinds = dict[str, set[str]]
-MIXED_KINDS: Kinds = {"attention": {"fp8"}, "experts": {"int4"}, "dense MLPs": {"bf16"}}
-MIXED: dict[str, tuple[dict[str, Any], Kinds]] = {
-    "the small group first": (
-        {**COMPRESSED, "config_groups": {"a": ATTENTION_8, "b": EXPERTS_4}}, MIXED_KINDS,
-    ),
-    "the large group first": (
-        {**COMPRESSED, "config_groups": {"a": EXPERTS_4, "b": ATTENTION_8}}, MIXED_KINDS,
-    ),
-    "all others in a group": (
-        {**COMPRESSED, **OTHERS_16, "config_groups": {
-            "a": {"targets": ["Linear"], "weights": {"num_bits": 8}}, "b": EXPERTS_4,
-        }},
-        {"experts": {"int4"}, "dense MLPs": {"int8"}, "shared experts": {"bf16"}},
-    ),
-    "one group": (
-        {**COMPRESSED, "config_groups": {"a": ATTENTION_8 | {"targets": ["Linear"]}}},
-        {"attention": {"fp8"}, "experts": {"fp8"}, "dense MLPs": {"fp8"}},
-    ),
+ALL_8 = {"targets": ["Linear"], "weights": {"num_bits": 8}}
+FOUR = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4"} for i in range(3)}
+EIGHT_BITS = {f"model.layers.{i}.self_attn.o_proj": {"quant_algo": "FP8"} for i in range(3)}
+# Groups of compressed-tensors or settings of ModelOpt; formats of attention, experts and others.
+MIXED: dict[str, tuple[Any, tuple[set[str], ...]]] = {
+    "the small group first": ([ATTENTION_8, EXPERTS_4], ({"fp8"}, {"int4"}, {"bf16"})),
+    "the large group first": ([EXPERTS_4, ATTENTION_8], ({"fp8"}, {"int4"}, {"bf16"})),
+    "all others in a group": ([ALL_8, EXPERTS_4], ({"int8", "bf16"}, {"int4"}, {"int8"})),
+    "one group": ([ATTENTION_8 | {"targets": ["Linear"]}], ({"fp8"}, {"fp8"}, {"fp8"})),
     "ModelOpt's lists": (
-        {**MODELOPT, "quantized_layers": FOUR | EIGHTS},
-        {"attention": {"fp8", "bf16"}, "experts": {"nvfp4"}, "dense MLPs": {"bf16"}},
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": FOUR | EIGHT_BITS},
+        ({"fp8", "bf16"}, {"nvfp4"}, {"bf16"}),
     ),
-    "ModelOpt's fp8": (
-        MODELOPT | {"quant_algo": "FP8"}, {"attention": {"fp8"}, "experts": {"fp8"}},
-    ),
-}  # fmt: skip
+    "ModelOpt's fp8": ({"quant_algo": "FP8"}, ({"fp8"}, {"fp8"}, {"fp8"})),
+}
 
 
 @pytest.mark.parametrize("case", MIXED)
 def test_a_configuration_alone_tells_formats(case: str, tmp_path: Path) -> None:
     """Before its weights are here, each kind of weight counts in the group that names it."""
     settings, wanted = MIXED[case]
-    raw = BASE | SHAPES["yarn-three-modules"] | {"hidden_size": 128, "kv_lora_rank": 64}
-    raw |= {"moe_intermediate_size": 64, "intermediate_size": 128, "q_lora_rank": 64}
-    raw |= {"v_head_dim": 32, "qk_nope_head_dim": 32, "num_nextn_predict_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": settings}))
+    if isinstance(settings, list):
+        groups = {f"group_{i}": group for i, group in enumerate(settings)}
+        settings = {"config_groups": groups, "ignore": ["re:.*shared_experts.*"]}
+    method = "compressed-tensors" if "ignore" in settings else "modelopt"
+    sizes = dict.fromkeys(("hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64)
+    sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "qk_nope_head_dim"), 64)
+    raw = BASE | sizes | {"quantization_config": {"quant_method": method, **settings}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     classes = count_classes(find_layout(str(tmp_path), None), Ranks())
-    found = {each.name: {*each.formats} for each in classes}
-    assert {name: found[name] for name in wanted} == wanted
+    found = {each.name: {*each.formats} for each in classes if not each.module}
+    names = ("attention", "experts", "dense MLPs")
+    assert tuple(found[name] for name in names) == wanted
+    others = found["shared experts"] == {"bf16"}  # which are ignored, or not listed
+    assert others == (len(settings) > 1)
 
 
 def test_measured_speeds() -> None:

@@ -153,58 +153,42 @@ def test_a_head_with_the_prefix(tmp_path: Path) -> None:
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-JOINED = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
-HEAD_NORMS = (*(f"layers.0.{name}" for name in NORMS), *JOINED, "norm")
-ADDED: dict[str, tuple[str, ...]] = {
-    "to none": (),
-    "to all": HEAD_NORMS,
-    "to those whose names the trunk has": (*HEAD_NORMS[:4], "norm"),
-    "to the last one": ("norm",),
-}
+# Means of a head's norms as they are published; factors before `fc` are below 0.5.
+MEANS = {**{f"layers.0.{name}": 0.05 for name in NORMS}, "norm": 0.05}
+MEANS |= {"pre_fc_norm_embedding": -0.73, "pre_fc_norm_hidden": -0.51}
 
 
 @pytest.mark.parametrize("trunk", ["converted", "as published", "elsewhere"])
-@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("added", [(), [*MEANS], [*MEANS][:5], ["norm"]], ids=len)
 def test_norms_of_a_head_are_told_by_their_means(
-    trunk: str, added: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trunk: str, added: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tools add 1 to a head's norms, to some of them or to none, whatever they do to the trunk's.
-
-    Factors before `fc` are below 0.5, as those of published heads.
-    """
+    """Tools add 1 to all of them, to some or to none, whatever they do to the trunk's."""
     torch.manual_seed(0)
-    alone, prefix = trunk == "elsewhere", "" if trunk == "elsewhere" else "mtp."
-    tensors = load_file(WRITTEN / "mlx_qwen_head" / SINGLE)
-    published = dict[str, Tensor]()
-    for name in HEAD_NORMS:
-        middle = {"pre_fc_norm_embedding": -0.73, "pre_fc_norm_hidden": -0.51}.get(name, 0.05)
-        size = tensors[f"{name}.weight"].shape
-        published[name] = (middle + 0.1 * torch.randn(size)).bfloat16()
-        tensors[f"{name}.weight"] = published[name].float() + (name in ADDED[added])
-    source = WRITTEN / ("mlx_qwen_head" if alone else "mlx_qwen")
-    folder = shutil.copytree(source, tmp_path / "a")
-    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
-    trunk_tensors = {} if alone else load_file(source / SINGLE)
+    prefix, source = "mtp.", WRITTEN / "mlx_qwen"
+    if trunk == "elsewhere":
+        prefix, source = "", WRITTEN / "mlx_qwen_head"
+    tensors = {prefix + n: t for n, t in load_file(WRITTEN / "mlx_qwen_head" / SINGLE).items()}
+    stored = {prefix + f"{name}.weight": (name in added, mean) for name, mean in MEANS.items()}
+    drawn = {n: m + 0.1 * torch.randn(tensors[n].shape) for n, (_, m) in stored.items()}
+    tensors |= {name: norm + stored[name][0] for name, norm in drawn.items()}
+    own = {} if trunk == "elsewhere" else load_file(source / SINGLE)
     if trunk == "as published":
-        for name, tensor in trunk_tensors.items():
-            if name.endswith("conv1d.weight"):
-                trunk_tensors[name] = tensor.swapaxes(1, 2).contiguous()
-            elif "norm" in name and "linear_attn" not in name:
-                trunk_tensors[name] = tensor - 1
-    save_file(trunk_tensors | tensors, folder / SINGLE)
-    checkpoint = (
-        open_slice(WRITTEN / "mlx_qwen", None, folder) if alone else open_checkpoint(folder)
-    )
-    for name, norm in published.items():
-        assert torch.allclose(checkpoint.read(f"mtp.{name}.weight"), norm.float(), atol=1e-6), name
-    whole = open_checkpoint(WRITTEN / "mlx_qwen")
+        turned = {n: t.swapaxes(1, 2).contiguous() for n, t in own.items() if "conv1d" in n}
+        factors = {n: t - 1 for n, t in own.items() if "norm" in n and "linear_attn" not in n}
+        own |= turned | factors
+    folder = shutil.copytree(source, tmp_path / "a")
+    save_file(own | tensors, folder / SINGLE)
+    checkpoint = open_checkpoint(folder) if own else join("mlx_qwen", folder)
     last = "model.norm.weight"
-    assert torch.allclose(checkpoint.read(last), whole.read(last), atol=1e-3)
-    usual = () if trunk == "as published" else HEAD_NORMS
-    unusual = {*usual} ^ {*ADDED[added]}
+    drawn[last] = open_checkpoint(WRITTEN / "mlx_qwen").read(last)
+    for name, norm in drawn.items():
+        read = checkpoint.read(name if own or name == last else f"mtp.{name}")
+        assert torch.allclose(read, norm, atol=1e-3), name
+    unusual = len(added) if trunk == "as published" else len(MEANS) - len(added)
     notes = [record.getMessage() for record in caplog.records]
     assert len(notes) == bool(unusual)
-    assert all(f"added 1 to {len(unusual)} norms of the MTP head" in note for note in notes)
+    assert all(f"added 1 to {unusual} norms of the MTP head" in note for note in notes)
 
 
 def dequantised(folder: str, place: Path) -> Path:
