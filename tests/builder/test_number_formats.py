@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.readable import (
-    name_stored_format,
-    read_quantisation,
-    refuse_folder,
-)
+from mtpbuild.builder.checkpoint.readable import name_stored_format, refuse_folder
 from mtpbuild.builder.formats import FORMATS, METHODS, Entry, find_stored_format, refuse_too_large
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8, WIDE, Integers, count_coarse_blocks
@@ -354,7 +350,7 @@ def test_settings_of_any_type_are_read_or_refused(method: str, tmp_path: Path) -
             except CheckpointError:
                 refused += 1
                 continue
-            name_stored_format(read_quantisation(tmp_path), "x.weight")
+            name_stored_format(settings, "x.weight")
             find_stored_format("x.weight", entries, settings)
             find_stored_format("y.weight", entries, settings)
             read += 1

@@ -54,15 +54,11 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
 
 
 AUTO_ROUND = {"quant_method": "auto-round"}
+PACKINGS: dict[str | None, int] = {"auto_round": 0, "auto_round:auto_gptq": 1, "auto": 1, None: 1}
 VERSIONS: list[tuple[dict[str, Any], int]] = [  # what zero points are stored less by
-    ({"checkpoint_format": "gptq"}, 1),
-    ({"checkpoint_format": "gptq_v2"}, 0),
-    ({}, 1),
-    (AUTO_ROUND | {"packing_format": "auto_round"}, 0),
-    (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, 1),
-    (AUTO_ROUND | {"packing_format": "auto"}, 1),
-    (AUTO_ROUND | {"packing_format": None}, 1),
-    (AUTO_ROUND, 1),
+    *(({"checkpoint_format": version}, less) for version, less in (("gptq", 1), ("gptq_v2", 0))),
+    *((AUTO_ROUND | {"packing_format": name}, less) for name, less in PACKINGS.items()),
+    *((settings, 1) for settings in ({}, AUTO_ROUND)),
 ]
 
 

@@ -37,10 +37,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
     "glm-4.6": {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "rope_scaling": {
-            "type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "beta_fast": 3.0,
-            "beta_slow": 0.5, "attention_factor": 1.25,
-        },
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
     },
     "qwen3.5-moe": SMALL["qwen3.5"]
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
