@@ -53,8 +53,8 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
     return format, {s: own[f"x.weight{s}"] for s in format.suffixes}, codes, scales
 
 
-AUTO_ROUND = {"quant_method": "auto-round"}
-PACKINGS: dict[str | None, int] = {"auto_round": 0, "auto_round:auto_gptq": 1, "auto": 1, None: 1}
+AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round"}
+PACKINGS = {"auto_round": 0, "auto_round:auto_gptq": 1, "auto": 1, None: 1}
 VERSIONS: list[tuple[dict[str, Any], int]] = [  # what zero points are stored less by
     *(({"checkpoint_format": version}, less) for version, less in (("gptq", 1), ("gptq_v2", 0))),
     *((AUTO_ROUND | {"packing_format": name}, less) for name, less in PACKINGS.items()),
