@@ -70,10 +70,8 @@ def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
         rope = file.key("rope.dimension_count")
         width = file.key("attention.key_length_mla", file.key("attention.key_length"))
         values = file.key("attention.value_length_mla", file.key("attention.value_length"))
-        model, name = choose_latent_class(kind, file)
         return {
-            "architectures": [name],
-            "model_type": model,
+            "model_type": choose_latent_type(kind, file),
             **read_sizes(file),
             **read_experts(file),
             "q_lora_rank": file.key("attention.q_lora_rank", 0) or None,
@@ -88,17 +86,10 @@ def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
     return config
 
 
-def choose_latent_class(kind: str, file: GgufFile) -> tuple[str, str]:
-    """Return model_type and class; `deepseek2` is GLM-4.7-Flash's architecture, too."""
-    if kind == "deepseek_v3" and str(file.keys.get("tokenizer.ggml.pre", "")).startswith("glm"):
-        kind = "glm4_moe_lite"
-    names = {
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-        "deepseek_v32": "DeepseekV32ForCausalLM",
-        "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    }
-    return kind, names[kind]
+def choose_latent_type(kind: str, file: GgufFile) -> str:
+    """Return the model_type; `deepseek2` is GLM-4.7-Flash's architecture, too."""
+    flash = str(file.keys.get("tokenizer.ggml.pre", "")).startswith("glm")
+    return "glm4_moe_lite" if flash and kind == "deepseek_v3" else kind
 
 
 def read_indexer(file: GgufFile) -> Config:

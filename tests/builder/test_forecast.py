@@ -211,6 +211,7 @@ ATTENTION_8 = {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type
 ALL_8 = {"targets": ["Linear"], "weights": {"num_bits": 8}}
 FOUR = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4"} for i in range(3)}
 EIGHT_BITS = {f"model.layers.{i}.self_attn.o_proj": {"quant_algo": "FP8"} for i in range(3)}
+ATTENTION_4 = {"bf16", "int4", "int8"}  # q_a_proj is finer, kv_b_proj is not quantised
 # Groups of compressed-tensors or settings of ModelOpt; formats of attention, experts and others.
 MIXED: dict[str, tuple[Any, tuple[set[str], ...]]] = {
     "the small group first": ([ATTENTION_8, EXPERTS_4], ({"fp8"}, {"int4"}, {"bf16"})),
@@ -221,8 +222,18 @@ MIXED: dict[str, tuple[Any, tuple[set[str], ...]]] = {
         {"quant_algo": "MIXED_PRECISION", "quantized_layers": FOUR | EIGHT_BITS},
         ({"fp8", "bf16"}, {"nvfp4"}, {"bf16"}),
     ),
+    "auto-round's own": (
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {
+            ".*self_attn.*": {"bits": 8}, ".*shared_expert.*": {"bits": 16},
+        }},
+        ({"int8", "bf16"}, {"int4"}, {"int4"}),
+    ),
+    "GPTQ's own": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*experts.*": {"bits": 8}}},
+        (ATTENTION_4, {"int8"}, {"int4"}),
+    ),
     "ModelOpt's fp8": ({"quant_algo": "FP8"}, ({"fp8"}, {"fp8"}, {"fp8"})),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MIXED)
@@ -235,14 +246,14 @@ def test_a_configuration_alone_tells_formats(case: str, tmp_path: Path) -> None:
     method = "compressed-tensors" if "ignore" in settings else "modelopt"
     sizes = dict.fromkeys(("hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64)
     sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "qk_nope_head_dim"), 64)
-    raw = BASE | sizes | {"quantization_config": {"quant_method": method, **settings}}
+    raw = BASE | sizes | {"quantization_config": {"quant_method": method} | settings}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     classes = count_classes(find_layout(str(tmp_path), None), Ranks())
     found = {each.name: {*each.formats} for each in classes if not each.module}
     names = ("attention", "experts", "dense MLPs")
     assert tuple(found[name] for name in names) == wanted
-    others = found["shared experts"] == {"bf16"}  # which are ignored, or not listed
-    assert others == (len(settings) > 1)
+    others = found["shared experts"] == {"bf16"}  # which are ignored, not listed, or said so
+    assert others == bool({"ignore", "quantized_layers", "extra_config"} & settings.keys())
 
 
 def test_measured_speeds() -> None:

@@ -299,6 +299,15 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
         refuse_folder(tmp_path)
 
 
+def test_settings_of_modules() -> None:
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.3.down_proj"
+    stack = "language_model.model.layers.0.mlp.switch_mlp.down_proj"
+    own = {up: {"bits": 8}, stack: {"bits": 4, "mode": "nvfp4"}, "lm_head": False}
+    settings = {"quant_method": "mlx", "bits": 4, "group_size": 64, **own}
+    found = [name_stored_format(settings, f"{n}.weight") for n in (up, down, "lm_head", "other")]
+    assert found == ["int8", "nvfp4", "bf16", "int4"]
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("place", ["default", "module", "inside"])
