@@ -75,8 +75,8 @@ class Reader:
         transformers reads them so, and takes nothing of the other one.
         """
         raw = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
-        if not isinstance(raw, dict):
-            raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
+        if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+            raise CheckpointError("rope_parameters (rope_scaling) must be a flat object or null")
         return Reader(raw)
 
     def only(self, **supported: Any) -> None:
@@ -135,7 +135,9 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
     theta = rope if rope.raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
-    original = rope.integer("original_max_position_embeddings", 1, default=limit)
+    above = kind == "yarn" and read.raw.get("original_max_position_embeddings") is not None
+    source = read if above else rope  # as in transformers, where the key beside the object wins
+    original = source.integer("original_max_position_embeddings", 1, default=limit)
     if kind == "linear" and rope.raw.get("factor") is None:
         raise CheckpointError("factor of rope type 'linear' is missing")
     has_factor = rope.raw.get("attention_factor") is not None

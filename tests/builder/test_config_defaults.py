@@ -60,17 +60,20 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 3.0,
 
 
 @pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 32}])
 @pytest.mark.parametrize("more", [{}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}])
-def test_of_two_spellings_the_old_one_wins(kind: str, more: dict[str, Any]) -> None:
+def test_of_two_spellings_the_old_one_wins(
+    kind: str, more: dict[str, Any], beside: dict[str, int]
+) -> None:
     """It wins whole: the other one's theta and share of a head count for nothing."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     old = {"rope_type": "yarn", **YARN, **more}
     new = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.75}
     both = {"rope_scaling": dict(old), "rope_parameters": dict(new)}
-    theirs = make_usual(kind, rope_scaling=dict(old), rope_parameters=dict(new))
+    theirs = make_usual(kind, rope_scaling=dict(old), rope_parameters=dict(new), **beside)
     wanted, scale = ROPE_INIT_FUNCTIONS["yarn"](theirs)
-    ours = parse(kind, make_usual(kind).to_dict() | both)
+    ours = parse(kind, make_usual(kind).to_dict() | both | beside)
     width = getattr(ours, "rotary_dim", getattr(ours, "qk_rope_head_dim", 0))
     assert 2 * len(wanted) == width
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"] == 10000.0
