@@ -20,11 +20,9 @@ END, OTHER = {"eos_token": "<end>"}, {"eos_token": {"content": "<other>"}}
 FILES: dict[str, tuple[Any, Any, Any, tuple[int, ...]]] = {
     "an added token": (END, None, ADDED, (7,)),
     "the older file alone": (None, END, ADDED, (7,)),
-    "the older file beside another": ({"bos_token": "a"}, END, ADDED, (7,)),
     "the older file, added tokens": (LISTED, END, BARE, (7,)),
     "the older file, null": ({"eos_token": None}, END, ADDED, (7,)),
     "the vocabulary": (END, None, VOCABULARY, (7,)),
-    "the vocabulary and the older file": (None, END, VOCABULARY, (7,)),
     "added_tokens_decoder": (END | LISTED, None, BARE, (7,)),
     "no tokenizer.json": (END | LISTED, None, None, (7,)),
     "of both the older one": (END, OTHER, ADDED, (9,)),
@@ -32,7 +30,6 @@ FILES: dict[str, tuple[Any, Any, Any, tuple[int, ...]]] = {
     "nowhere": ({}, {}, ADDED, ()),
     "damaged": (END | {"added_tokens_decoder": [1]}, None, ADDED, (7,)),
     "beyond the vocabulary": (END, None, {"model": {"vocab": {"<end>": 61}}}, ()),
-    "a damaged vocabulary": (END, None, {"model": {"vocab": {"<end>": "x"}}}, ()),
     "pieces with scores": (END, None, {"model": {"vocab": [["<end>", 0.5]]}}, ()),
 }
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -276,59 +277,44 @@ def test_scaled_positions(name: str, scaling: str, tmp_path: Path) -> None:
     assert compute_table_scale(rope) == pytest.approx(scale)
 
 
-def read_keys(read: Callable[[GgufFile], Any], keys: dict[str, Any]) -> Any:
-    """Return what is read of a file with these keys, or why it is refused."""
-    kind = str(keys.get("kind", "deepseek2"))
-    named = {f"{kind}.{key}": value for key, value in keys.items()}
-    try:
-        return read(GgufFile(Path("a.gguf"), named | {"general.architecture": kind}, {}))
-    except CheckpointError as error:
-        return str(error)
+def read_scaling(file: GgufFile) -> tuple[str, float | None]:
+    rope = read_rope(file)
+    return rope["rope_type"], rope.get("factor")
 
 
-REFUSED = "a.gguf: rope.scaling.attn_factor 2.0 is not read; supported: 1"
+YARN_4 = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+GROUPS_4 = {"expert_count": 24, "expert_group_count": 4}
+KEYS: list[tuple[Callable[[GgufFile], Any], str, dict[str, Any], Any]] = [
+    (read_scaling, "qwen35", {"rope.scaling.factor": 4.0}, ("linear", 4.0)),  # llama.cpp's type
+    (read_scaling, "qwen35", {"rope.scale_linear": 4.0}, ("linear", 4.0)),  # an older key
+    (read_scaling, "qwen35", YARN_4, ("yarn", 4.0)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.type": "none"}, ("default", None)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.factor": 0.0}, ("default", None)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.attn_factor": 2.0}, "factor 2.0 is not"),
+    (read_groups, "deepseek2", {"expert_count": 64}, (1, 1)),
+    (read_groups, "deepseek2", {"expert_count": 256}, (8, 4)),
+    (read_groups, "deepseek32", {"expert_count": 256}, (8, 4)),
+    (read_groups, "deepseek2", {"expert_count": 384}, (1, 1)),
+    (read_groups, "deepseek2", {"expert_count": 24}, "no expert_group_count; convert the model"),
+    (read_groups, "deepseek2", GROUPS_4 | {"expert_group_used_count": 2}, (4, 2)),
+    (read_groups, "deepseek2", GROUPS_4, "no key deepseek2.expert_group_used_count"),
+]
 
 
-@pytest.mark.parametrize(
-    ("keys", "wanted"),
-    [
-        ({"factor": 4.0}, ("linear", 4.0)),  # llama.cpp's default type
-        ({"type": "none", "factor": 4.0}, ("default", None)),
-        ({"type": "yarn", "factor": 4.0}, ("yarn", 4.0)),
-        ({"type": "yarn", "factor": 0.0}, ("default", None)),
-        ({"type": "longrope", "factor": 4.0}, ("longrope", 4.0)),  # which is refused
-        ({"type": "yarn", "factor": 4.0, "attn_factor": 2.0}, REFUSED),
-    ],
-)
-def test_keys_of_scaled_positions(keys: dict[str, Any], wanted: Any) -> None:
-    found = read_keys(read_rope, {f"rope.scaling.{key}": value for key, value in keys.items()})
-    if not isinstance(found, str):
-        found = found["rope_type"], found.get("factor")
-    assert found == wanted
-    assert read_keys(read_rope, {"rope.scale_linear": 4.0})["factor"] == 4  # an older key
-
-
-@pytest.mark.parametrize(
-    ("kind", "experts", "said", "wanted"),
-    [
-        ("deepseek2", 64, (), (1, 1)),
-        ("deepseek2", 256, (), (8, 4)),
-        ("deepseek32", 256, (), (8, 4)),
-        ("deepseek2", 384, (), (1, 1)),
-        ("deepseek2", 24, (), "a.gguf: no expert_group_count; convert the model anew"),
-        ("deepseek2", 24, (4, 2), (4, 2)),
-        ("deepseek2", 24, (4,), "a.gguf: no key deepseek2.expert_group_used_count"),
-    ],
-)
-def test_groups_of_experts(
-    kind: str, experts: int, said: tuple[int, ...], wanted: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("read", "kind", "keys", "wanted"), KEYS)
+def test_keys_that_files_lack(
+    read: Any, kind: str, keys: dict[str, Any], wanted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Older files lack their numbers; those of published models are known, and told in a line."""
-    named = zip(("expert_group_count", "expert_group_used_count"), said, strict=False)
-    keys = {"kind": kind, "expert_count": experts, **dict(named)}
-    assert read_keys(read_groups, keys) == wanted
-    told = "no expert_group_count: a token chooses" in caplog.text
-    assert told == (not said and experts != 24)
+    """Older files lack groups of experts; those of published models are known, and are told."""
+    named = {f"{kind}.{key}": value for key, value in keys.items()}
+    file = GgufFile(Path("a.gguf"), named | {"general.architecture": kind}, {})
+    refused = pytest.raises(CheckpointError, match=wanted) if isinstance(wanted, str) else None
+    found: Any = wanted
+    with refused or nullcontext():
+        found = read(file)
+    assert found == wanted
+    guessed = [*keys] == ["expert_count"] and refused is None
+    assert ("no expert_group_count: a token chooses" in caplog.text) == guessed
 
 
 def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:
