@@ -69,6 +69,8 @@ HEADERS = {
     True: ("weights", "checkpoint MB", "engine's MB", "right answers", "acceptance", "tokens/s"),
 }
 
+Products = list[tuple[nn.Linear, str]]  # with the names of their formats
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -88,15 +90,12 @@ class Compared:
             return [name, "4.50", f"{kl:.4f}", "", f"{same:.1%}"]
         model, scheme = load_plain(write_checkpoint(name, self.source, work)), VARIANTS[name]
         (kl, same), found = self.judge(model), products(model, scheme)
-        sizes = [(product.weight.numel(), FORMATS[format]) for product, format in found]
-        total = sum(size * format.bits + size * 16 / format.block for size, format in sizes)
         rounded = ""
         if scheme.main in ("int4", "int8"):
             for product, _ in found:
                 product.register_forward_pre_hook(round_inputs)
             rounded = f"{self.judge(model)[0]:.4f}"
-        bits = total / sum(size for size, _ in sizes)
-        return [name, f"{bits:.2f}", f"{kl:.4f}", rounded, f"{same:.1%}"]
+        return [name, f"{count_bits(found):.2f}", f"{kl:.4f}", rounded, f"{same:.1%}"]
 
     def judge(self, model: PlainLM) -> tuple[float, float]:
         """Return the mean divergence, and the share of equal first choices."""
@@ -106,7 +105,14 @@ class Compared:
         return float(kl.mean()), float(same.float().mean())
 
 
-def products(model: PlainLM, scheme: Scheme) -> list[tuple[nn.Linear, str]]:
+def count_bits(found: Products) -> float:
+    """Return the bits of a weight, with its share of a block's scale, on the average."""
+    sizes = [(product.weight.numel(), FORMATS[format]) for product, format in found]
+    total = sum(size * (format.bits + 16 / format.block) for size, format in sizes)
+    return total / sum(size for size, _ in sizes)
+
+
+def products(model: PlainLM, scheme: Scheme) -> Products:
     """Return the main model's products that a scheme quantises, with their formats."""
     found = []
     for name, part in model.named_modules():

@@ -139,7 +139,8 @@ def convert_delta_rule(c: Config, arch: str, read: Read) -> Named:
 
 def write_keys(writer: gguf.GGUFWriter, c: Config, modules: int) -> None:
     """Write the configuration's keys."""
-    arch, rope = find_architecture(c), c.get("rope_parameters") or {}
+    arch = find_architecture(c)
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -149,6 +150,7 @@ def write_keys(writer: gguf.GGUFWriter, c: Config, modules: int) -> None:
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_rope_freq_base(float(rope.get("rope_theta") or c.get("rope_theta") or 10000))
+    write_scaling(writer, arch, rope)
     if "intermediate_size" in c:
         writer.add_feed_forward_length(c["intermediate_size"])
     if experts := c.get("n_routed_experts") or c.get("num_experts"):
@@ -204,16 +206,25 @@ def write_latent_keys(writer: gguf.GGUFWriter, c: Config, arch: str) -> None:
     writer.add_q_lora_rank(c.get("q_lora_rank") or 0)
     writer.add_kv_lora_rank(rank)
     writer.add_rope_dimension_count(rotary)
-    if scaling := c.get("rope_scaling"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if "mscale_all_dim" in (scaling := c.get("rope_scaling") or {}):
         # llama.cpp's own converter stores it with this factor, and its loader takes it out.
         writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
-        for name in ("beta_fast", "beta_slow"):
-            if name in scaling:
-                writer.add_float32(f"{arch}.rope.scaling.yarn_{name}", scaling[name])
     if "index_topk" in c:
         writer.add_uint32(f"{arch}.attention.indexer.head_count", c["index_n_heads"])
         writer.add_uint32(f"{arch}.attention.indexer.key_length", c["index_head_dim"])
         writer.add_uint32(f"{arch}.attention.indexer.top_k", c["index_topk"])
+
+
+def write_scaling(writer: gguf.GGUFWriter, arch: str, rope: Config) -> None:
+    """Write the keys of scaled positions, as converters do for all architectures."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    for name in ("beta_fast", "beta_slow", "attention_factor"):
+        if name in rope:
+            key = name.replace("attention", "attn")
+            writer.add_float32(f"{arch}.rope.scaling.yarn_{key}", rope[name])

@@ -19,16 +19,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reader:
-    """Typed access to the values of a configuration; errors name the missing or invalid key."""
+    """Typed access to the values of a configuration; errors name the missing or invalid key.
+
+    usual: what transformers' class takes for a key that is null or missing, where that is another
+    value than the default of most families.
+    """
 
     raw: Mapping[str, Any]
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any, valid: Callable[[Any], bool], expected: str) -> Any:
         """Return the key's value, or the default if it is null or missing; raise unless `valid`."""
         value = self.raw.get(key)
         if value is not None and not valid(value):
             raise CheckpointError(f"{key} must be {expected}, not {reprlib.repr(value)}")
-        return default if value is None else value
+        return self.usual.get(key, default) if value is None else value
 
     def integer(
         self, key: str, least: int, default: int | None = None, most: int = SIZE_LIMIT
@@ -63,6 +68,16 @@ class Reader:
 
         expected = f"a list of {count} names, dense or sparse"
         return [kind == "sparse" for kind in self.get(key, [], valid, expected)]
+
+    def rope(self) -> "Reader":
+        """Return the rotary embedding's values; of both spellings the old one wins.
+
+        transformers reads them so, and takes nothing of the other one.
+        """
+        raw = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
+        if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+            raise CheckpointError("rope_parameters (rope_scaling) must be a flat object or null")
+        return Reader(raw)
 
     def only(self, **supported: Any) -> None:
         """Raise CheckpointError if a key is present with another value than the given one."""
@@ -114,17 +129,18 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     The old spelling has rope_theta at the top level and the rest in rope_scaling. The new one has
     everything in rope_parameters.
     """
-    raw = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
-    if not isinstance(raw, dict):
-        raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
-    rope = Reader(raw)
-    kind = str(raw.get("rope_type") or raw.get("type") or "default")
+    rope = read.rope()
+    kind = str(rope.raw.get("rope_type") or rope.raw.get("type") or "default")
     if kind not in (known := ("default", "linear", "yarn")):
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
-    theta = rope if raw.get("rope_theta") is not None else read
+    theta = rope if rope.raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
-    original = rope.integer("original_max_position_embeddings", 1, default=limit)
-    has_factor = raw.get("attention_factor") is not None
+    above = kind == "yarn" and read.raw.get("original_max_position_embeddings") is not None
+    source = read if above else rope  # as in transformers, where the key beside the object wins
+    original = source.integer("original_max_position_embeddings", 1, default=limit)
+    if kind == "linear" and rope.raw.get("factor") is None:
+        raise CheckpointError("factor of rope type 'linear' is missing")
+    has_factor = rope.raw.get("attention_factor") is not None
     return rope.fill(
         RopeConfig,
         theta=theta.number("rope_theta", 10000.0, above=1),

@@ -1,14 +1,16 @@
 """Find the token ids that begin and end texts and thoughts, in files beside the weights."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
+from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
-from mtpbuild.runtime.text.tokenizer_files import TOKENIZER_CONFIG, special_tokens
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     """Read the ids of a checkpoint folder; raise CheckpointError for invalid ones.
 
     generation_config.json wins over config.json. The tokenizer's EOS is added to the list, since
-    Qwen3.5's config.json names another token than the one that ends the turns of its chats.
+    Qwen3.5's config.json names another token than the one that ends the turns of its chats. Of its
+    files special_tokens_map.json is the older one, which transformers prefers unless
+    tokenizer_config.json lists added tokens.
     """
 
     def first(key: str) -> tuple[int, ...]:
@@ -32,23 +36,33 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
         per_file = (_read_ids(file, key, config.vocab_size) for file in files)
         return next((ids for ids in per_file if ids is not None), ())
 
-    bos, eos, added = first("bos_token_id"), first("eos_token_id"), _read_added_tokens(folder)
-    special = special_tokens(read_object(folder / TOKENIZER_CONFIG))
-    tokenizer_eos = added.get(special.get("eos_token", ""))
-    if tokenizer_eos is not None and tokenizer_eos < config.vocab_size:
+    tokenizer_config = read_object(folder / tokenizer_files.TOKENIZER_CONFIG)
+    listed = tokenizer_config.get("added_tokens_decoder")
+    bos, eos, ids = first("bos_token_id"), first("eos_token_id"), _read_token_ids(folder, listed)
+    newer = tokenizer_files.special_tokens(tokenizer_config)
+    older = tokenizer_files.special_tokens(read_object(folder / tokenizer_files.SPECIAL_TOKENS_MAP))
+    special = older | newer if listed else newer | older
+    tokenizer_eos = ids.get(special.get("eos_token", ""))
+    if isinstance(tokenizer_eos, int) and 0 <= tokenizer_eos < config.vocab_size:
         eos = tuple(dict.fromkeys((*eos, tokenizer_eos)))
-    thinks = {"<think>", "</think>"} <= added.keys()
-    thinking = (added["<think>"], added["</think>"]) if thinks else None
+    thinking = (ids["<think>"], ids["</think>"]) if {"<think>", "</think>"} <= ids.keys() else None
     return GenerationIds(next(iter(bos), None), eos, thinking)
 
 
-def _read_added_tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of the tokens that tokenizer.json adds to its vocabulary, by their text."""
-    try:
+def _read_token_ids(folder: Path, listed: Any) -> dict[str, int]:
+    """Return the ids of tokens by their text: of the vocabulary, and of those that are added to it.
+
+    listed: the `added_tokens_decoder` of tokenizer_config.json.
+    """
+    ids = dict[str, int]()
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the runtime says it
+        ids |= {token["content"]: int(id) for id, token in (listed or {}).items()}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         raw = read_json(folder / TOKENIZER, MOST_TOKENIZER)
-        return {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):  # the runtime reports it
-        return {}
+        vocabulary = raw.get("model", {}).get("vocab")
+        ids = (vocabulary if isinstance(vocabulary, dict) else {}) | ids
+        ids |= {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
+    return ids
 
 
 def _read_ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:

@@ -10,7 +10,10 @@ from typing import Any
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.formats import METHODS, READS
 from mtpbuild.builder.formats.compressed_tensors import METHOD, name_kept_format
+from mtpbuild.builder.formats.gptq import find_settings_of
 from mtpbuild.builder.formats.mlx import METHOD as MLX
+from mtpbuild.builder.formats.mlx import list_paths
+from mtpbuild.builder.formats.modelopt import name_algorithm
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 
@@ -40,19 +43,23 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
         )
 
 
-def name_stored_format(folder: Path) -> str:
-    """Return a recipe's name for the layout of weights that `refuse_quantised` has accepted."""
-    settings = read_quantisation(folder)
-    method = settings.get("quant_method", "bf16")
-    layouts = {"modelopt": "nvfp4", "mtpbuild": str(settings.get("fmt")), "bf16": "bf16"}
-    affine = settings.get("mode", "affine") == "affine" and settings.get("bits") in (2, 3, 4)
-    layouts[MLX] = "nvfp4" if settings.get("mode") == "nvfp4" else "int4" if affine else "int8"
+def name_stored_format(settings: Mapping[str, Any], name: str) -> str:
+    """Return a recipe's name for the layout of a weight, by settings that are read."""
+    method, module = settings.get("quant_method", "bf16"), name.removesuffix(".weight")
     if method == METHOD:
-        return name_kept_format(settings)
-    if method == "fp8":
-        return method
-    wide = settings.get("bits") == 8 or settings.get("desc_act")  # of GPTQ and its kin
-    return layouts.get(method, "int8" if wide else "int4")
+        return name_kept_format(settings, module)
+    if method == "modelopt":
+        return name_algorithm(settings, module)
+    if method in ("fp8", "bf16", "mtpbuild"):
+        return str(settings.get("fmt")) if method == "mtpbuild" else method
+    own: Any = find_settings_of(name, settings)
+    if method == MLX:
+        own = next((settings[path] for path in list_paths(name) if path in settings), settings)
+    if not isinstance(own, Mapping) or own.get("bits") == 16:
+        return "bf16"
+    wide = own.get("desc_act") or own.get("mode", "affine") != "affine"
+    narrow = own.get("bits", 4) in (2, 3, 4) and not wide
+    return "nvfp4" if own.get("mode") == "nvfp4" else "int4" if narrow else "int8"
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:

@@ -1,14 +1,10 @@
 """The context that a build gives an engine whose user names none."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.readable import name_stored_format
-from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes
+from mtpbuild.builder.forecast.weights import count_engine_classes, count_file_bytes, find_formats
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES
 
 # Bytes of memory at run time for each byte of the weights file. Our kernels read the memory-mapped
 # file, once for all sessions. With a file of 1.41 GB, nextn 1 and requests that sample, an engine
@@ -35,6 +31,6 @@ def choose_context(
 def count_weights_bytes(plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file; the folder has the checkpoint's small files."""
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
-    format_of = partial(format_by, plan.scheme or SCHEMES[name_stored_format(folder)], plan.config)
+    format_of = find_formats(folder, plan.config, plan.scheme)
     held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks, dtype)
     return count_file_bytes(held)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.readable import name_stored_format
+from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import NAMES, SIZES
@@ -20,7 +20,7 @@ from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -90,14 +90,8 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
     if not has_weights(found.folder):
-        scheme = SCHEMES[name_stored_format(found.folder)]
-        return CheckpointLayout(
-            found.name,
-            config,
-            lambda stored: format_by(scheme, config, stored),
-            lambda stored: "BF16",
-            repeated=False,
-        )
+        said = find_formats(found.folder, config)
+        return CheckpointLayout(found.name, config, said, lambda stored: "BF16", repeated=False)
     opened = open_checkpoint(found.folder)
     config = opened.settle(config)
     opened.check(config)
@@ -107,6 +101,17 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
         lambda stored: opened.format(stored.name),
         lambda stored: opened.tensors[stored.name].dtype,
         repeated=any(name in opened.tensors for name in find_family_of(config).duplicates(config)),
+    )
+
+
+def find_formats(folder: Path, config: ModelConfig, scheme: Scheme | None = None) -> FormatOf:
+    """Return the format of each weight by a scheme, else by the settings of a checkpoint.
+
+    Both need no weights.
+    """
+    settings = read_quantisation(folder)
+    return lambda stored: format_by(
+        scheme or SCHEMES[name_stored_format(settings, stored.name)], config, stored
     )
 
 

@@ -276,9 +276,15 @@ def find_unread_setting(settings: Mapping[str, Any]) -> str | None:
     )
 
 
-def name_kept_format(settings: Mapping[str, Any]) -> str:
-    """Return a recipe's name for the layout in which engines keep most weights."""
-    group = next(list_weight_groups(settings), Group(()))
+def name_kept_format(settings: Mapping[str, Any], module: str) -> str:
+    """Return a recipe's name for the layout in which engines keep a module's weight."""
+    groups, ignored = [*list_weight_groups(settings)], settings.get("ignore")
+    naming = [group for group in groups if group.names(module)]
+    naming = naming or [group for group in groups if "Linear" in group.targets]
+    left = isinstance(ignored, list) and Group((*map(str, ignored),)).names(module)
+    if left or (groups and not naming):
+        return "bf16"
+    group = naming[0] if naming else Group(())
     if group.floats:
         return {4: "nvfp4", 8: "fp8"}.get(group.bits, "bf16")
     return "int4" if group.bits <= 4 else "int8"

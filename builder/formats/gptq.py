@@ -281,12 +281,18 @@ def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
 
 def find_gptq_version(settings: Mapping[str, Any]) -> int | None:
     """Return the version of GPTQ's zero points, None if the settings name another format."""
-    method, packing = settings.get("quant_method"), str(settings.get("packing_format"))
+    method, packing = settings.get("quant_method"), name_packing(settings)
     if method == "auto-round" and "awq" not in packing:
         return 1 if "gptq" in packing and "gptqmodel" not in packing else 2
     if method == "gptq":
         return 2 if name_layout(settings) == "gptq_v2" else 1
     return None
+
+
+def name_packing(settings: Mapping[str, Any]) -> str:
+    """Return the layout of auto-round; without a name it is that of GPTQ, as auto-round reads."""
+    packing = settings.get("packing_format")
+    return "auto_round:auto_gptq" if packing in (None, "auto") else str(packing)
 
 
 def name_layout(settings: Mapping[str, Any]) -> str:
@@ -304,7 +310,7 @@ def find_unread_gptq(settings: Mapping[str, Any]) -> str | None:
 
 def find_unread_auto_round(settings: Mapping[str, Any]) -> str | None:
     """Return what is not read of auto-round's settings; None if they are."""
-    packing, bits = str(settings.get("packing_format", "auto_round")), settings.get("bits", BITS)
+    packing, bits = name_packing(settings), settings.get("bits", BITS)
     kind = str(settings.get("data_type", "int"))
     if kind != "int" or not PACKINGS.issuperset(packing.split(":")):
         return f"auto-round {kind} packed as {packing}"

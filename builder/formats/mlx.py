@@ -136,7 +136,7 @@ def find_format(
 
 def _choose(name: str, settings: Mapping[str, Any], words: float) -> tuple[int, int]:
     """Return bits and group: those said of the module, else the first that the words agree with."""
-    said = chain(map(settings.get, _list_paths(name)), [settings], settings.values())
+    said = chain(map(settings.get, list_paths(name)), [settings], settings.values())
     found = (each for each in map(_read_geometry, said) if each is not None)
     first = next(found, (4, 64))
     agreeing = (each for each in chain([first], found) if each[0] * each[1] == words * WORD)
@@ -152,7 +152,7 @@ def _read_geometry(rule: Any) -> tuple[int, int] | None:
 
 
 @cache
-def _list_paths(name: str) -> tuple[str, ...]:
+def list_paths(name: str) -> tuple[str, ...]:
     """Return the names that MLX may have for a weight's module."""
     module, dot, projection = name.removesuffix(".weight").rpartition(".")
     stack, _, number = module.rpartition(".")

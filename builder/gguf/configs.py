@@ -1,12 +1,18 @@
 """config.json of a GGUF file, from its keys."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from mtpbuild.builder.gguf.container import GgufFile
+from mtpbuild.runtime.errors import CheckpointError
 
 Config = dict[str, Any]
 SIGMOID = 2  # of `expert_gating_func`
+# Groups of experts, and how many a token chooses, by the number of experts: those of Moonlight and
+# GigaChat3, DeepSeek-V3 and R1, Kimi-K2. Converters left the numbers out until October 2025.
+UNSAID_GROUPS = {64: (1, 1), 256: (8, 4), 384: (1, 1)}
+logger = logging.getLogger(__name__)
 
 
 def read_sizes(file: GgufFile) -> Config:
@@ -27,22 +33,34 @@ def read_sizes(file: GgufFile) -> Config:
 def read_experts(file: GgufFile) -> Config:
     """Return the numbers of experts, as DeepSeek and GLM have them."""
     softmax = file.key("expert_gating_func", SIGMOID) != SIGMOID
-    dense = file.key("leading_dense_block_count", 0)
+    groups, chosen = read_groups(file)
     return {
         "intermediate_size": file.key("feed_forward_length"),
         "moe_intermediate_size": file.key("expert_feed_forward_length"),
         "n_routed_experts": file.key("expert_count"),
         "n_shared_experts": file.key("expert_shared_count", 0),
         "num_experts_per_tok": file.key("expert_used_count"),
-        "n_group": file.key("expert_group_count", 1),
-        "topk_group": file.key("expert_group_used_count", 1),
+        "n_group": groups,
+        "topk_group": chosen,
         "routed_scaling_factor": file.key("expert_weights_scale", 1.0),
         "norm_topk_prob": file.key("expert_weights_norm", False),
         "scoring_func": "softmax" if softmax else "sigmoid",
-        "first_k_dense_replace": dense,
-        "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(file.layers)],
+        "first_k_dense_replace": file.key("leading_dense_block_count", 0),
         "num_nextn_predict_layers": file.modules,
     }
+
+
+def read_groups(file: GgufFile) -> tuple[int, int]:
+    """Return the number of groups of experts, and how many of them a token chooses."""
+    groups, experts = file.key("expert_group_count", 0), file.key("expert_count")
+    if groups or file.architecture not in ("deepseek2", "deepseek32"):
+        return max(groups, 1), file.key("expert_group_used_count", None if groups > 1 else 1)
+    if experts not in UNSAID_GROUPS:
+        raise CheckpointError(f"{file.path}: no expert_group_count; convert the model anew")
+    groups, chosen = UNSAID_GROUPS[experts]
+    note = "note: %s: no expert_group_count: a token chooses %d of %d groups of its %d experts"
+    logger.warning(note, file.path.name, chosen, groups, experts)
+    return groups, chosen
 
 
 def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
@@ -52,11 +70,8 @@ def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
         rope = file.key("rope.dimension_count")
         width = file.key("attention.key_length_mla", file.key("attention.key_length"))
         values = file.key("attention.value_length_mla", file.key("attention.value_length"))
-        theta = file.key("rope.freq_base", 10000.0)
-        model, name = choose_latent_class(kind, file)
         return {
-            "architectures": [name],
-            "model_type": model,
+            "model_type": choose_latent_type(kind, file),
             **read_sizes(file),
             **read_experts(file),
             "q_lora_rank": file.key("attention.q_lora_rank", 0) or None,
@@ -64,24 +79,17 @@ def make_latent_reader(kind: str) -> Callable[[GgufFile], Config]:
             "qk_nope_head_dim": width - rope,
             "qk_rope_head_dim": rope,
             "v_head_dim": values,
-            "rope_parameters": {"rope_theta": theta, **read_yarn(file)},
+            "rope_parameters": read_rope(file),
             **(read_indexer(file) if kind != "deepseek_v3" else {}),
         }
 
     return config
 
 
-def choose_latent_class(kind: str, file: GgufFile) -> tuple[str, str]:
-    """Return model_type and class; `deepseek2` is GLM-4.7-Flash's architecture, too."""
-    if kind == "deepseek_v3" and str(file.keys.get("tokenizer.ggml.pre", "")).startswith("glm"):
-        kind = "glm4_moe_lite"
-    names = {
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-        "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-        "deepseek_v32": "DeepseekV32ForCausalLM",
-        "glm_moe_dsa": "GlmMoeDsaForCausalLM",
-    }
-    return kind, names[kind]
+def choose_latent_type(kind: str, file: GgufFile) -> str:
+    """Return the model_type; `deepseek2` is GLM-4.7-Flash's architecture, too."""
+    flash = str(file.keys.get("tokenizer.ggml.pre", "")).startswith("glm")
+    return "glm4_moe_lite" if flash and kind == "deepseek_v3" else kind
 
 
 def read_indexer(file: GgufFile) -> Config:
@@ -99,28 +107,42 @@ def read_indexer(file: GgufFile) -> Config:
     }
 
 
-def read_yarn(file: GgufFile) -> Config:
-    """Return the scaling of positions; converters store mscale_all_dim times 0.1."""
-    kind = file.key("rope.scaling.type", "none")
-    if kind in ("none", ""):
-        return {"rope_type": "default"}
-    factor = file.key("rope.scaling.factor", 1.0)
+def read_rope(file: GgufFile) -> Config:
+    """Return theta and the scaling of positions; converters store mscale_all_dim times 0.1.
+
+    As in llama.cpp a factor without a type is linear, and the context is YaRN's original one if
+    the file names no other.
+    """
+
+    def find(name: str) -> Any:
+        return file.keys.get(f"{file.architecture}.rope.scaling.{name}")
+
+    theta = {"rope_theta": file.key("rope.freq_base", 10000.0)}
+    factor = find("factor") or file.key("rope.scale_linear", 1.0) or 1.0
+    kind = file.key("rope.scaling.type", "linear")
+    if kind in ("none", "") or (factor == 1 and kind in ("linear", "yarn")):
+        return {**theta, "rope_type": "default"}
     if kind != "yarn":
-        return {"rope_type": kind, "factor": factor}
-    scale = round(10 * file.key("rope.scaling.yarn_log_multiplier", 0.0), 6)
+        return {**theta, "rope_type": kind, "factor": factor}
+    for name in ("attn_factor", "yarn_ext_factor"):
+        if find(name) not in (None, 1):
+            found = f"rope.scaling.{name} {find(name)}"
+            raise CheckpointError(f"{file.path}: {found} is not read; supported: 1")
+    scale = round(10 * (find("yarn_log_multiplier") or 0.0), 6)
     return {
+        **theta,
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": file.key("rope.scaling.original_context_length"),
-        "beta_fast": file.key("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": file.key("rope.scaling.yarn_beta_slow", 1.0),
+        "original_max_position_embeddings": find("original_context_length"),
+        "attention_factor": find("yarn_attn_factor"),
+        "beta_fast": find("yarn_beta_fast"),
+        "beta_slow": find("yarn_beta_slow"),
         **({"mscale": scale, "mscale_all_dim": scale} if scale else {}),
     }
 
 
 def read_grouped(file: GgufFile) -> Config:
     """Return GLM-4.5's config.json."""
-    width = file.key("attention.key_length")
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
@@ -129,9 +151,14 @@ def read_grouped(file: GgufFile) -> Config:
         **read_heads(file),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "rope_theta": file.key("rope.freq_base", 10000.0),
-        "partial_rotary_factor": file.key("rope.dimension_count") / width,
+        "rope_parameters": read_partial_rope(file),
     }
+
+
+def read_partial_rope(file: GgufFile) -> Config:
+    """Return the rotary embedding of heads that rotate in part."""
+    share = file.key("rope.dimension_count") / file.key("attention.key_length")
+    return {**read_rope(file), "partial_rotary_factor": share}
 
 
 def read_heads(file: GgufFile) -> Config:
@@ -143,18 +170,17 @@ def read_heads(file: GgufFile) -> Config:
 
 def read_hybrid(file: GgufFile) -> Config:
     """Return the config.json of Qwen3.5 and Qwen3-Next."""
-    width, values = file.key("attention.key_length"), file.key("ssm.time_step_rank")
+    values = file.key("ssm.time_step_rank")
     next_, moe = file.architecture == "qwen3next", file.architecture != "qwen35"
     kind = "qwen3_next" if next_ else "qwen3_5_moe_text" if moe else "qwen3_5_text"
     name = "Qwen3Next" if next_ else "Qwen3_5Moe" if moe else "Qwen3_5"
-    routed = {
-        "num_experts": file.key("expert_count", 0),
-        "num_experts_per_tok": file.key("expert_used_count", 1),
-        "moe_intermediate_size": file.key("expert_feed_forward_length", 1),
+    routed: Config = {} if not moe else {
+        "num_experts": file.key("expert_count"),
+        "num_experts_per_tok": file.key("expert_used_count"),
+        "moe_intermediate_size": file.key("expert_feed_forward_length"),
         "shared_expert_intermediate_size": file.key("expert_shared_feed_forward_length", 0),
         "norm_topk_prob": file.key("expert_weights_norm", True),
-    }
-    theta, rotated = file.key("rope.freq_base", 10000.0), file.key("rope.dimension_count")
+    }  # fmt: skip
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": kind,
@@ -167,11 +193,7 @@ def read_hybrid(file: GgufFile) -> Config:
         "linear_num_key_heads": file.key("ssm.group_count"),
         "linear_num_value_heads": values,
         "linear_value_head_dim": file.key("ssm.inner_size") // values,
-        **(routed if moe else {}),
+        **routed,
         "mtp_num_hidden_layers": file.modules,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": theta,
-            "partial_rotary_factor": rotated / width,
-        },
+        "rope_parameters": read_partial_rope(file),
     }

@@ -178,6 +178,8 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
+            if file.read(4).startswith(b"\0\0"):  # of the version, the lowest byte first
+                raise CheckpointError(f"{path}: big-endian; convert it with gguf-convert-endian")
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror})") from None
     with needs("build", "gguf"):

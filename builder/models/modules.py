@@ -6,7 +6,6 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models.family import Family
-from mtpbuild.runtime.errors import CheckpointError
 
 KEY = "num_nextn_predict_layers"
 # Tensors beside `Family.join` by which a layer after the trunk's is known as a module.
@@ -94,16 +93,12 @@ def is_module(family: Family, c: ModelConfig, name: str) -> bool:
     return place is not None and place[0] >= c.num_hidden_layers
 
 
-def refuse_stripped(
-    where: object, family: Family, c: ModelConfig, there: int, instead: str
-) -> None:
-    """Raise CheckpointError if a checkpoint holds fewer modules than its config.json says.
-
-    instead: the end of the message, which may say how to add a module.
-    """
-    if there < c.num_nextn_predict_layers:
-        raise CheckpointError(
-            f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
-            f"MTP layer {family.name_module(c, there)} was stripped (quantised and fine-tuned "
-            f"copies often lack it): {JOIN}{instead}"
-        )
+def describe_stripped(where: object, family: Family, c: ModelConfig, there: int) -> str | None:
+    """Say that a checkpoint holds fewer modules than its config.json says; None if it does not."""
+    if there >= c.num_nextn_predict_layers:
+        return None
+    return (
+        f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but MTP "
+        f"layer {family.name_module(c, there)} was stripped (quantised and fine-tuned copies often "
+        "lack it)"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +29,19 @@ class ConvertedWeight:
 
 
 def convert_mlx_weights(
-    tensors: Mapping[str, Entry], settings: Mapping[str, Any], model_type: str
+    tensors: Mapping[str, Entry], settings: Mapping[str, Any], factors: Collection[str]
 ) -> Iterator[ConvertedWeight]:
     """Yield the checkpoint's weights that MLX's conversion changed; none of other checkpoints.
 
-    Norms of Qwen3.5 hold their factors if convolutions are transposed, and in files of a head alone
-    where names lack the prefix `mtp.`.
+    factors: the norms to which it added 1.
     """
-    turned = {name for name, entry in tensors.items() if is_turned(name, entry.shape)}
-    alone = model_type.startswith("qwen3") and model_type.endswith("_mtp")
     for name, entry in tensors.items():
-        if name in turned:
+        if is_turned(name, entry.shape):
             shape = entry.shape[0], 1, entry.shape[1]
             yield ConvertedWeight(
                 name, shape, {name: entry.shape}, lambda taps: taps.swapaxes(1, 2)
             )
-        elif is_norm(name) and (turned or (alone and not name.startswith("mtp."))):
+        elif name in factors:
             yield ConvertedWeight(name, entry.shape, {name: entry.shape}, lambda factor: factor - 1)
         elif name.endswith(FIRST):
             yield _join_kv_heads(name.removesuffix(FIRST), tensors, settings)

@@ -32,8 +32,8 @@ from mtpbuild.builder.models.modules import (
     JOIN,
     count_stored_modules,
     count_sure_modules,
+    describe_stripped,
     is_module,
-    refuse_stripped,
 )
 from mtpbuild.builder.weights.made import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, make_family_table
@@ -250,16 +250,17 @@ class Checkpoint:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
-        if drafts:
-            refuse_stripped(self.folder, family, config, stored_count, explain_joining(self.folder))
+        stripped = describe_stripped(self.folder, family, config, stored_count) if drafts else None
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
-        fault = self._find_fault_of_modules(config) if count else None
+        fault = stripped or (self._find_fault(config, head=True) if count else None)
         if fault is None:
             return config
         if drafts is False:
             return replace(config, num_nextn_predict_layers=0)
-        raise CheckpointError(f"{fault}: {JOIN}")
+        # A fault of the whole checkpoint is none of its head alone.
+        trunk_fault = self._find_fault(config, head=False)
+        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{explain_joining(self.folder)}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
@@ -273,16 +274,14 @@ class Checkpoint:
         places = ((name, family.place(config, name)) for name in self.tensors)
         return [name for name, place in places if place is not None and place[0] in left]
 
-    def _find_fault_of_modules(self, config: ModelConfig) -> str | None:
-        """Say what is wrong with the modules' tensors; None if nothing is."""
+    def _find_fault(self, config: ModelConfig, head: bool) -> str | None:
+        """Say what is wrong with the modules' tensors, or the trunk's; None if nothing is."""
         family, stored = find_family_of(config), make_family_table(config).stored
-        wanted = [each for name, each in stored.items() if is_module(family, config, name)]
-        where = replace(self, folder=min(self.joined).parent) if self.joined else self
+        wanted = [each for name, each in stored.items() if is_module(family, config, name) == head]
+        where = replace(self, folder=min(self.joined).parent) if self.joined and head else self
+        missing = "its MTP layers are not whole: missing tensor" if head else "missing tensor"
         try:
-            where._refuse(
-                (each.name for each in wanted if each.name not in self.tensors),
-                "its MTP layers are not whole: missing tensor",
-            )
+            where._refuse((each.name for each in wanted if each.name not in self.tensors), missing)
             for each in wanted:
                 where._check_weight(each)
         except CheckpointError as error:

@@ -1,7 +1,9 @@
 """What the benchmarks conclude from what they measured; the measuring itself is not timed here."""
 
+import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.support.scripts import BENCHMARKS, benchmark
+from tests.support.scripts import BENCHMARKS, ROOT, benchmark
 
 PEER = """
 import sys
@@ -128,3 +130,23 @@ def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "no such engine directory" in line
+
+
+def test_bits_of_the_documents_formats() -> None:
+    """The table of docs/quantisation.md has the bits that the benchmark counts."""
+    script, page = benchmark("quantised"), (ROOT / "docs/quantisation.md").read_text()
+    said = dict(re.findall(r"^\| (int[^|]*) \| ([\d.; ]+) \| \d", page, re.MULTILINE))
+    plain = [script.load_plain(script.find_model(f"{n}-tiny").folder) for n in ("deepseek", "qwen")]
+    for name, cell in said.items():
+        formats = (script.products(model, script.VARIANTS[name]) for model in plain)
+        digits = len(cell.partition(";")[0].partition(".")[2])
+        bits = (f"{script.count_bits(found):.{digits}f}" for found in formats)
+        assert cell == "; ".join(dict.fromkeys(bits)), name
+
+
+def test_the_wheel_that_is_named() -> None:
+    """Wheels are for any Python 3, and have the project's version."""
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    named = [re.findall(r"mtpbuild-[\w.-]*\.whl", p.read_text()) for p in ROOT.glob("docs/*.md")]
+    assert {*chain(*named)} == {f"mtpbuild-{version[1]}-py3-none-linux_x86_64.whl"}

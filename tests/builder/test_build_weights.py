@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import name_stored_format
+from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.notes import list_notes
@@ -83,7 +83,7 @@ def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedMode
     config: ModelConfig = load_config(folder)
     if "layers" in how:
         config = how["layers"].of(config)
-    main = name_stored_format(folder) if scheme is None else scheme.main
+    main = name_stored_format(read_quantisation(folder), "") if scheme is None else scheme.main
     kernels = main in ("int8", "int4")
     pipeline = CPU if kernels else PLAIN
     return opened(folder, config, formats=ALL, pipeline=pipeline, scheme=scheme, **how)

@@ -119,11 +119,13 @@ def test_old_and_new_spelling_are_equal() -> None:
         base("rope_theta", "rope_scaling", rope_parameters=parameters)
     )
 
-    optional = ["n_shared_experts", "norm_topk_prob", "first_k_dense_replace", "q_lora_rank"]
+    optional = ["n_shared_experts", "norm_topk_prob", "first_k_dense_replace"]
     optional += ["num_nextn_predict_layers", "tie_word_embeddings", "rope_scaling", "rope_theta"]
     absent = parse_config(base(*optional))
     assert absent == parse_config(base(**dict.fromkeys(optional)))
-    assert absent.q_lora_rank is None
+    assert (absent.n_shared_experts, absent.moe_layers) == (1, (False,) * 3)
+    assert parse_config(base("q_lora_rank")).q_lora_rank == 1536
+    assert parse_config(base(q_lora_rank=None)).q_lora_rank is None
     assert absent.rope == RopeConfig(original_max_position_embeddings=256)
 
 
@@ -189,6 +191,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (base(num_experts_per_tok=5), "num_experts_per_tok 5 exceeds the 4 experts of topk_group 2"),
     (base(rope_scaling="yarn"), "rope_scaling"),
     (base(rope_scaling={"type": "longrope"}), "rope type 'longrope' is not supported"),
+    (base(rope_scaling={"type": "linear"}), "factor of rope type 'linear' is missing"),
+    (base(rope_scaling={"full_attention": YARN}), "must be a flat object or null"),
     (base(rope_theta="big"), "rope_theta must be a number"),
     (base(rope_theta=1), "rope_theta must be a number above 1"),
     (base(rope_scaling=YARN | {"factor": 0}), "factor must be a number above 0"),

@@ -20,7 +20,7 @@ from mtpbuild.builder.forecast.forecast import (
     forecast,
 )
 from mtpbuild.builder.forecast.step import count_distinct_experts
-from mtpbuild.builder.forecast.weights import find_layout
+from mtpbuild.builder.forecast.weights import count_classes, find_layout
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
@@ -30,6 +30,7 @@ from mtpbuild.builder.targets.tensorrt import TARGET
 from mtpbuild.builder.weights.table import choose_formats, make_family_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
+from tests.support.checkpoints import BASE
 from tests.support.forecasts import counted_once
 from tests.support.invoke import invoke, refusal
 
@@ -203,6 +204,56 @@ def test_a_folder_is_read(smallest: Path) -> None:
     assert sum(one.parameters for one in found.model.classes) == sum(prod(t.shape) for t in tensors)
     halves = found.checkpoint_bytes / 2  # an engine's floats are bfloat16, but for routers
     assert halves < found.weight_bytes < 1.02 * halves
+
+
+EXPERTS_4 = {"targets": ["re:.*mlp.experts.*"], "weights": {"num_bits": 4, "group_size": 32}}
+ATTENTION_8 = {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float"}}
+ALL_8 = {"targets": ["Linear"], "weights": {"num_bits": 8}}
+FOUR = {f"model.layers.{i}.mlp.experts": {"quant_algo": "NVFP4"} for i in range(3)}
+EIGHT_BITS = {f"model.layers.{i}.self_attn.o_proj": {"quant_algo": "FP8"} for i in range(3)}
+ATTENTION_4 = {"bf16", "int4", "int8"}  # q_a_proj is finer, kv_b_proj is not quantised
+# Groups of compressed-tensors or settings of ModelOpt; formats of attention, experts and others.
+MIXED: dict[str, tuple[Any, tuple[set[str], ...]]] = {
+    "the small group first": ([ATTENTION_8, EXPERTS_4], ({"fp8"}, {"int4"}, {"bf16"})),
+    "the large group first": ([EXPERTS_4, ATTENTION_8], ({"fp8"}, {"int4"}, {"bf16"})),
+    "all others in a group": ([ALL_8, EXPERTS_4], ({"int8", "bf16"}, {"int4"}, {"int8"})),
+    "one group": ([ATTENTION_8 | {"targets": ["Linear"]}], ({"fp8"}, {"fp8"}, {"fp8"})),
+    "ModelOpt's lists": (
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": FOUR | EIGHT_BITS},
+        ({"fp8", "bf16"}, {"nvfp4"}, {"bf16"}),
+    ),
+    "auto-round's own": (
+        {"quant_method": "auto-round", "bits": 4, "extra_config": {
+            ".*self_attn.*": {"bits": 8}, ".*shared_expert.*": {"bits": 16},
+        }},
+        ({"int8", "bf16"}, {"int4"}, {"int4"}),
+    ),
+    "GPTQ's own": (
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*experts.*": {"bits": 8}}},
+        (ATTENTION_4, {"int8"}, {"int4"}),
+    ),
+    "ModelOpt's fp8": ({"quant_algo": "FP8"}, ({"fp8"}, {"fp8"}, {"fp8"})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_a_configuration_alone_tells_formats(case: str, tmp_path: Path) -> None:
+    """Before its weights are here, each kind of weight counts in the group that names it."""
+    settings, wanted = MIXED[case]
+    if isinstance(settings, list):
+        groups = {f"group_{i}": group for i, group in enumerate(settings)}
+        settings = {"config_groups": groups, "ignore": ["re:.*shared_experts.*"]}
+    method = "compressed-tensors" if "ignore" in settings else "modelopt"
+    sizes = dict.fromkeys(("hidden_size", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64)
+    sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "qk_nope_head_dim"), 64)
+    raw = BASE | sizes | {"quantization_config": {"quant_method": method} | settings}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    classes = count_classes(find_layout(str(tmp_path), None), Ranks())
+    found = {each.name: {*each.formats} for each in classes if not each.module}
+    names = ("attention", "experts", "dense MLPs")
+    assert tuple(found[name] for name in names) == wanted
+    others = found["shared experts"] == {"bf16"}  # which are ignored, not listed, or said so
+    assert others == bool({"ignore", "quantized_layers", "extra_config"} & settings.keys())
 
 
 def test_measured_speeds() -> None:

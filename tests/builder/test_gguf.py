@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +18,11 @@ from gguf import GGMLQuantizationType as Type
 from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
 from mtpbuild.builder.gguf.architectures import log_of_rate
+from mtpbuild.builder.gguf.configs import read_groups, read_rope
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tokenizer import SPLITS, make_tokenizer
 from mtpbuild.builder.models import find_family, load_config
+from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -167,6 +170,8 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "cut off or damaged" in damaged(write("a.gguf"), lambda data: data[:-100])
     assert "cut off or damaged" in damaged(write("b.gguf"), lambda data: data[:3000])
     assert "does not begin with GGUF" in damaged(write("c.gguf"), lambda data: b"PK" + data)
+    turned = damaged(write("g.gguf"), lambda data: data[:4] + data[7:3:-1] + data[8:])
+    assert "g.gguf: big-endian; convert it with gguf-convert-endian" in turned
     odd = {"blk.0.ffn_down.weight": tensors["blk.0.ffn_down.weight"][:32]}
     shape = damaged(write("d.gguf", **odd), lambda data: data)
     assert "model.layers.0.mlp.down_proj.weight has shape" in shape or "needs" in shape
@@ -244,6 +249,72 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         elif value != (pytest.approx(other[key]) if isinstance(value, float) else other[key]):
             found[key] = (value, other[key])
     return found
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "yarn": YARN,
+    "betas": YARN | {"beta_fast": 3.0, "beta_slow": 0.5, "attention_factor": 0.75},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("name", ["glm-air", "qwen3.5", "qwen3.5-moe", "qwen3-next", "gigachat"])
+def test_scaled_positions(name: str, scaling: str, tmp_path: Path) -> None:
+    """They are those that transformers makes of the configuration that was converted."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    more = {"rope_scaling": SCALINGS[scaling], "rope_theta": 5000.0, "max_position_embeddings": 256}
+    c, tensors = random_tensors(name, **(SMALL | OTHERS)[name] | more)
+    theirs = CONFIG_MAPPING[c["model_type"]](**{k: v for k, v in c.items() if k != "model_type"})
+    wanted, scale = ROPE_INIT_FUNCTIONS[SCALINGS[scaling]["rope_type"]](theirs)
+    folder = find_model(str(write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.F32)))).folder
+    rope = load_config(folder).rope
+    got = compute_inverse_frequencies(rope, 2 * len(wanted))
+    assert got.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert compute_table_scale(rope) == pytest.approx(scale)
+
+
+def read_scaling(file: GgufFile) -> tuple[str, float | None]:
+    rope = read_rope(file)
+    return rope["rope_type"], rope.get("factor")
+
+
+YARN_4 = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+GROUPS_4 = {"expert_count": 24, "expert_group_count": 4}
+KEYS: list[tuple[Callable[[GgufFile], Any], str, dict[str, Any], Any]] = [
+    (read_scaling, "qwen35", {"rope.scaling.factor": 4.0}, ("linear", 4.0)),  # llama.cpp's type
+    (read_scaling, "qwen35", {"rope.scale_linear": 4.0}, ("linear", 4.0)),  # an older key
+    (read_scaling, "qwen35", YARN_4, ("yarn", 4.0)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.type": "none"}, ("default", None)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.factor": 0.0}, ("default", None)),
+    (read_scaling, "qwen35", YARN_4 | {"rope.scaling.attn_factor": 2.0}, "factor 2.0 is not"),
+    (read_groups, "deepseek2", {"expert_count": 64}, (1, 1)),
+    (read_groups, "deepseek2", {"expert_count": 256}, (8, 4)),
+    (read_groups, "deepseek32", {"expert_count": 256}, (8, 4)),
+    (read_groups, "deepseek2", {"expert_count": 384}, (1, 1)),
+    (read_groups, "deepseek2", {"expert_count": 24}, "no expert_group_count; convert the model"),
+    (read_groups, "deepseek2", GROUPS_4 | {"expert_group_used_count": 2}, (4, 2)),
+    (read_groups, "deepseek2", GROUPS_4, "no key deepseek2.expert_group_used_count"),
+]
+
+
+@pytest.mark.parametrize(("read", "kind", "keys", "wanted"), KEYS)
+def test_keys_that_files_lack(
+    read: Any, kind: str, keys: dict[str, Any], wanted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older files lack groups of experts; those of published models are known, and are told."""
+    named = {f"{kind}.{key}": value for key, value in keys.items()}
+    file = GgufFile(Path("a.gguf"), named | {"general.architecture": kind}, {})
+    refused = pytest.raises(CheckpointError, match=wanted) if isinstance(wanted, str) else None
+    found: Any = wanted
+    with refused or nullcontext():
+        found = read(file)
+    assert found == wanted
+    guessed = [*keys] == ["expert_count"] and refused is None
+    assert ("no expert_group_count: a token chooses" in caplog.text) == guessed
 
 
 def tokens_of(name: str) -> Callable[[gguf.GGUFWriter], None]:

@@ -86,6 +86,28 @@ def test_a_head_that_is_not_whole(damage: str, smallest: Path, tmp_path: Path) -
     assert not any(name.startswith("mtp.") for name in without.table.formats)
 
 
+ATTENTION = "model.layers.0.self_attn"
+WHOLE: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "another width": ({"v_head_dim": 24}, (), f"{ATTENTION}.kv_b_proj.weight has shape .*, config"),
+    "another vocabulary": ({"vocab_size": 60}, (), "tensor model.embed_tokens.weight has shape"),
+    "trunk and head lack tensors": ({}, ("o_proj",), f"missing tensor {ATTENTION}.o_proj.weight"),
+    "and there is no head": ({}, ("o_proj", LAYER), f"missing tensor {ATTENTION}.o_proj.weight$"),
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_fault_of_the_whole_checkpoint(fault: str, smallest: Path, tmp_path: Path) -> None:
+    """It is not told as the head's, whom nothing that the message advises would help."""
+    values, lost, says = WHOLE[fault]
+    folder = shutil.copytree(smallest, tmp_path / "a")
+    raw = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(raw))
+    edit(folder, lambda t: [t.pop(name) for name in list(t) if any(part in name for part in lost)])
+    with pytest.raises(CheckpointError, match=says) as error:
+        opened(folder, 1, tmp_path / "n1")
+    assert not {"MTP", "--nextn"} & {*str(error.value).split()}
+
+
 @pytest.mark.parametrize("given", ["folder", "file"])
 @pytest.mark.parametrize("count", [0, 1, None])
 def test_a_head_is_joined(

@@ -28,7 +28,7 @@ from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.verify.plain import load_plain
-from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.files import collect_tensors, list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -138,12 +138,57 @@ def test_names_of_heads() -> None:
 
 
 def test_a_head_with_the_prefix(tmp_path: Path) -> None:
-    """mlx-vlm takes such tensors as they were published: nothing is added to their norms."""
+    """Such tensors are mostly as they were published; here their norms' means are those of factors.
+
+    Where values can't be read yet, the names decide.
+    """
     folder = shutil.copytree(WRITTEN / "mlx_qwen_head", tmp_path / "head")
     tensors = load_file(folder / SINGLE)
     save_file({f"mtp.{name}": tensor for name, tensor in tensors.items()}, folder / SINGLE)
     joined = join("mlx_qwen", folder)
-    assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float())
+    assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float() - 1)
+    entries = list_entries(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    assert collect_tensors(folder, [entries], None).tensors["mtp.norm.weight"].source is None
+
+
+NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+# Means of a head's norms as they are published; factors before `fc` are below 0.5.
+MEANS = {**{f"layers.0.{name}": 0.05 for name in NORMS}, "norm": 0.05}
+MEANS |= {"pre_fc_norm_embedding": -0.73, "pre_fc_norm_hidden": -0.51}
+
+
+@pytest.mark.parametrize("trunk", ["converted", "as published", "elsewhere"])
+@pytest.mark.parametrize("added", [(), [*MEANS], [*MEANS][:5], ["norm"]], ids=len)
+def test_norms_of_a_head_are_told_by_their_means(
+    trunk: str, added: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tools add 1 to all of them, to some or to none, whatever they do to the trunk's."""
+    torch.manual_seed(0)
+    prefix, source = "mtp.", WRITTEN / "mlx_qwen"
+    if trunk == "elsewhere":
+        prefix, source = "", WRITTEN / "mlx_qwen_head"
+    tensors = {prefix + n: t for n, t in load_file(WRITTEN / "mlx_qwen_head" / SINGLE).items()}
+    stored = {prefix + f"{name}.weight": (name in added, mean) for name, mean in MEANS.items()}
+    drawn = {n: m + 0.1 * torch.randn(tensors[n].shape) for n, (_, m) in stored.items()}
+    tensors |= {name: norm + stored[name][0] for name, norm in drawn.items()}
+    own = {} if trunk == "elsewhere" else load_file(source / SINGLE)
+    if trunk == "as published":
+        turned = {n: t.swapaxes(1, 2).contiguous() for n, t in own.items() if "conv1d" in n}
+        factors = {n: t - 1 for n, t in own.items() if "norm" in n and "linear_attn" not in n}
+        own |= turned | factors
+    folder = shutil.copytree(source, tmp_path / "a")
+    save_file(own | tensors, folder / SINGLE)
+    checkpoint = open_checkpoint(folder) if own else join("mlx_qwen", folder)
+    last = "model.norm.weight"
+    drawn[last] = open_checkpoint(WRITTEN / "mlx_qwen").read(last)
+    for name, norm in drawn.items():
+        read = checkpoint.read(name if own or name == last else f"mtp.{name}")
+        assert torch.allclose(read, norm, atol=1e-3), name
+    unusual = len(added) if trunk == "as published" else len(MEANS) - len(added)
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == bool(unusual)
+    assert all(f"added 1 to {unusual} norms of the MTP head" in note for note in notes)
 
 
 def dequantised(folder: str, place: Path) -> Path:
@@ -248,10 +293,19 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
     both = {"quantization": settings, "quantization_config": left}
     (tmp_path / "config.json").write_text(json.dumps(both))
     assert read_quantisation(tmp_path)["quant_method"] == "mlx"
-    assert name_stored_format(tmp_path) == held
+    assert name_stored_format(read_quantisation(tmp_path), "x.weight") == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
         refuse_folder(tmp_path)
+
+
+def test_settings_of_modules() -> None:
+    up, down = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.3.down_proj"
+    stack = "language_model.model.layers.0.mlp.switch_mlp.down_proj"
+    own = {up: {"bits": 8}, stack: {"bits": 4, "mode": "nvfp4"}, "lm_head": False}
+    settings = {"quant_method": "mlx", "bits": 4, "group_size": 64, **own}
+    found = [name_stored_format(settings, f"{n}.weight") for n in (up, down, "lm_head", "other")]
+    assert found == ["int8", "nvfp4", "bf16", "int4"]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -396,7 +396,7 @@ def test_settings_of_any_type_are_read_or_refused(method: str, tmp_path: Path) -
             except CheckpointError:
                 refused += 1
                 continue
-            name_stored_format(tmp_path)
+            name_stored_format(settings, "x.weight")
             find_stored_format("x.weight", entries, settings)
             find_stored_format("y.weight", entries, settings)
             read += 1

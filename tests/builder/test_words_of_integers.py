@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.formats import Format, find_stored_format, name_own
+from mtpbuild.builder.formats import METHODS, Format, find_stored_format, name_own
 from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.models import load_config
@@ -53,14 +53,23 @@ def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any
     return format, {s: own[f"x.weight{s}"] for s in format.suffixes}, codes, scales
 
 
+AUTO_ROUND: dict[str, Any] = {"quant_method": "auto-round"}
+PACKINGS = {"auto_round": 0, "auto_round:auto_gptq": 1, "auto": 1, None: 1}
+VERSIONS: list[tuple[dict[str, Any], int]] = [  # what zero points are stored less by
+    *(({"checkpoint_format": version}, less) for version, less in (("gptq", 1), ("gptq_v2", 0))),
+    *((AUTO_ROUND | {"packing_format": name}, less) for name, less in PACKINGS.items()),
+    *((settings, 1) for settings in ({}, AUTO_ROUND)),
+]
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-def test_gptq(bits: int, version: str) -> None:
+@pytest.mark.parametrize(("output", "less"), VERSIONS)
+def test_gptq(bits: int, output: dict[str, Any], less: int) -> None:
     order = torch.randint(0, 4, (128,))
     zeros = torch.randint(0, 2**bits - 1, (4, 32))
-    output = {"checkpoint_format": version}
+    assert METHODS[output.get("quant_method", "gptq")]({"bits": bits, **output}) is None
     format, parts, codes, scales = gptq(bits, zeros, order, desc_act=True, **output)
-    wanted = (codes - zeros[order] - int(version == "gptq")).float() * scales.float()[order]
+    wanted = (codes - zeros[order] - less).float() * scales.float()[order]
     assert format.kept is format
     assert format.fault(parts) is None
     assert torch.equal(format.decode(parts), wanted.T)

@@ -55,12 +55,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 8, "attention_bias": True, "use_qk_norm": False,
         "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None,
     },
-    # normalised queries and keys, more dense layers
+    # normalised queries and keys, more dense layers, YaRN
     "glm-4.6": SIZES | EXPERTS | {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 3,
         "first_k_dense_replace": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5,
-        "rope_theta": 1000000, "rope_scaling": None, "n_routed_experts": 18,
+        "rope_theta": 1000000, "rope_scaling": YARN | {"factor": 4}, "n_routed_experts": 18,
     },
     "mimo": SIZES | {
         "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_attention_heads": 4,

@@ -38,7 +38,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": LATENT | {"index_head_dim": 32},
     "glm-5": LATENT | {"index_head_dim": 32},
     "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    "glm-4.6": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    "glm-4.6": {
+        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
+    },
     "qwen3.5-moe": SMALL["qwen3.5"]
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "qwen3-next": SMALL["qwen3.5"]

@@ -4,6 +4,7 @@ Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and val
 = 2 G D values of a cache row. `plain.py` has the plain counterpart.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, Positions, RMSNorm
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows, grouped_rows_write
 from mtpbuild.runtime.ranks import Ranks
 
@@ -32,7 +32,7 @@ class GroupedAttention(Attention):
         D = c.head_dim
         self.heads, self.groups, self.width = H, G, D
         self.sizes = H, G, D, c.rms_norm_eps
-        self.scale = softmax_scale(c.rope, D)
+        self.scale = 1 / math.sqrt(D)  # YaRN's mscale_all_dim scales latent attention alone
         self.gated = c.output_gate
         outputs = (H + 2 * G + (H if self.gated else 0)) * D  # gates, queries, keys, values
         self.qkv_proj = parameter(c.hidden_size, outputs)

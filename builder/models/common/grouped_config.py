@@ -38,16 +38,13 @@ class GroupedConfig(ModelConfig):
             )
 
 
-def read_head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
-    """Read `head_dim` and `rotary_dim`.
-
-    partial: the default of `partial_rotary_factor`.
-    """
+def read_head_sizes(read: Reader) -> dict[str, int]:
+    """Read `head_dim` and `rotary_dim`."""
     heads = read.integer("num_attention_heads", 1)
     width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
-    rope = read.raw.get("rope_parameters")
-    nested = rope if isinstance(rope, dict) and "partial_rotary_factor" in rope else read.raw
-    factor = Reader(nested).number("partial_rotary_factor", partial, above=0)
+    rope = read.rope()
+    nested = rope if rope.raw.get("partial_rotary_factor") is not None else read
+    factor = nested.number("partial_rotary_factor", 1.0, above=0)
     return {"head_dim": width, "rotary_dim": int(width * factor)}
 
 

@@ -5,6 +5,7 @@ share; a family adds its attention if it differs. The step program computes the 
 In docstrings g_{k,p} is module k's hidden state at position p, and g_{0,p} the trunk's.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
-from mtpbuild.builder.models.common.rope import compute_rope_tables, rotate, softmax_scale
+from mtpbuild.builder.models.common.rope import compute_rope_tables, rotate
 
 Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 
@@ -140,7 +141,7 @@ class PlainGroupedAttention(PlainAttention):
     def __init__(self, c: GroupedConfig) -> None:
         super().__init__()
         E, H, G, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.config, self.scale = c, softmax_scale(c.rope, D)
+        self.config, self.scale = c, 1 / math.sqrt(D)
         self.q_proj = nn.Linear(E, H * D, bias=c.attention_bias)
         self.k_proj = nn.Linear(E, G * D, bias=c.attention_bias)
         self.v_proj = nn.Linear(E, G * D, bias=c.attention_bias)

@@ -10,6 +10,13 @@ from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
 
+# What transformers' class takes for a value that config.json leaves out.
+USUAL: dict[str, Any] = {
+    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(MoEConfig):
@@ -45,13 +52,17 @@ def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
     return parse_fields(DeepseekV3Config, raw)
 
 
-def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
-    """Parse a `config.json` of DeepSeek-V3 or of a family that differs in names and defaults."""
-    read = Reader(raw)
+def parse_fields(kind: type[C], raw: Mapping[str, Any], **usual: Any) -> C:
+    """Parse a `config.json` of DeepSeek-V3 or of a family that differs in names and defaults.
+
+    usual: the defaults that differ.
+    """
+    read = Reader(raw, USUAL | usual)
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
         raise CheckpointError("attention_bias true is not supported with latent attention")
-    q_lora = None if raw.get("q_lora_rank") is None else read.integer("q_lora_rank", 1)
+    # null is a value: queries have no latent.
+    q_lora = None if raw.get("q_lora_rank", 0) is None else read.integer("q_lora_rank", 1)
     config = read.fill(kind, q_lora_rank=q_lora)
     config.check_experts()
     if config.qk_rope_head_dim % 2:

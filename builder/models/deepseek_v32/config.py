@@ -58,9 +58,9 @@ def parse_config(raw: Mapping[str, Any]) -> DeepseekV32Config:
     return parse_sparse(DeepseekV32Config, raw)
 
 
-def parse_sparse(kind: type[C], raw: Mapping[str, Any]) -> C:
+def parse_sparse(kind: type[C], raw: Mapping[str, Any], **usual: Any) -> C:
     """Parse a `config.json` of DeepSeek-V3.2 or of a family that differs in defaults."""
-    config = parse_fields(kind, {"first_k_dense_replace": 3} | dict(raw))
+    config = parse_fields(kind, raw, **usual)
     if config.q_lora_rank is None:
         raise CheckpointError("q_lora_rank is missing: the indexer's queries are made from it")
     if config.index_head_dim < config.qk_rope_head_dim:

@@ -11,6 +11,12 @@ from typing import Any
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
 
+USUAL = {
+    "q_lora_rank": 768, "moe_intermediate_size": 1536, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config):
@@ -19,7 +25,7 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
 def parse_config(raw: Mapping[str, Any]) -> Glm4MoeLiteConfig:
     """Normalise a `config.json`; raise CheckpointError."""
-    return parse_fields(Glm4MoeLiteConfig, {"first_k_dense_replace": 1} | dict(raw))
+    return parse_fields(Glm4MoeLiteConfig, raw, **USUAL)
 
 
 FAMILY = replace(

@@ -11,6 +11,8 @@ from mtpbuild.builder.checkpoint.config import flag
 from mtpbuild.builder.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse_sparse
 
+USUAL = {"q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
@@ -21,7 +23,7 @@ class GlmMoeDsaConfig(DeepseekV32Config):
 
 def parse_config(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
     """Normalise a `config.json`; raise CheckpointError."""
-    return parse_sparse(GlmMoeDsaConfig, raw)
+    return parse_sparse(GlmMoeDsaConfig, raw, **USUAL)
 
 
 FAMILY = replace(

@@ -36,8 +36,6 @@ def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
     """Normalise a `config.json`; raise CheckpointError."""
     read = Reader(raw)
     read.only(hidden_act="silu", use_sliding_window=False)
-    heads = read.integer("num_attention_heads", 1)
-    read = Reader({"num_key_value_heads": heads} | dict(raw))
     config = read.fill(MimoConfig, **read_head_sizes(read))
     config.check_heads()
     return config

@@ -21,15 +21,19 @@ from mtpbuild.runtime.ranks import Ranks
 PREFIX = "mtp."
 KEY = "num_nextn_predict_layers"  # the number of MTP modules, as `ModelConfig` names it
 MODULES = "mtp_num_hidden_layers"  # the same in these models' files
-# The defaults of transformers' classes for values that config.json leaves out.
+# What transformers' classes take for values that config.json leaves out.
 USUAL: dict[str, Any] = {
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-}
+}  # fmt: skip
+USUAL_MOE: dict[str, Any] = USUAL | {
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "intermediate_size": 512,
+}  # fmt: skip
+USUAL_NEXT: dict[str, Any] = USUAL_MOE | {
+    "n_routed_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632,
+}  # fmt: skip
 ATTENTION, DELTA = "full_attention", "linear_attention"  # names in `layer_types`
 STATES = ("conv", "delta")
 
@@ -90,10 +94,12 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     text = raw.get("text_config", raw)
     if not isinstance(text, dict):
         raise CheckpointError("text_config must be an object")
-    read = Reader(USUAL | read_text_values(raw, text))
+    kind = f"{text.get('model_type')} {raw.get('model_type')} {raw.get('architectures')}".lower()
+    packed, mixture = "next" in kind, "moe" in kind or text.get("num_experts")
+    usual = USUAL_NEXT if packed else USUAL_MOE if mixture else USUAL
+    read = Reader(read_text_values(raw, text), usual)
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
-    packed = read.raw.get("model_type") == "qwen3_next"
-    sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read, partial=0.25)}
+    sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
     config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
     config.check_heads()
     config.check_experts()
@@ -108,14 +114,11 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
 
 def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text model's values under the names that other families have."""
-    experts = text.get("num_experts") or 0
-    shared = text.get("shared_expert_intermediate_size")
     renamed = {
         KEY: text.get(MODULES, raw.get(KEY)),
         "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
-        "n_routed_experts": experts,
+        "n_routed_experts": text.get("num_experts"),
         "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
-        "intermediate_size": text.get("intermediate_size") or shared,
     }
     return {**text, **renamed}
 
