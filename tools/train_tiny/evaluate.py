@@ -23,13 +23,12 @@ LOOPING = 0.10  # outputs with a larger share of repeated 8-grams don't count
 
 
 class Output(NamedTuple):
-    """One generated text, with the engine's counts if an engine generated it."""
+    """One generated text, with the engine's steps if an engine generated it."""
 
     prompt: list[int]
     tokens: list[int]
     text: str
     steps: int = 0
-    accepted: int = 0
 
 
 def table(title: str, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -83,10 +82,8 @@ def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[O
     for prompt in prompts:
         result = engine.generate(prompt, SamplingParams(max_tokens=count))
         counts = result.metrics.speculative_decoding
-        text = Output(prompt, list(result.token_ids), result.text)
-        outputs.append(
-            text._replace(steps=counts.num_spec_steps, accepted=counts.num_accepted_draft_tokens)
-        )
+        made = prompt, list(result.token_ids), result.text, counts.num_spec_steps
+        outputs.append(Output(*made))
     return outputs
 
 
@@ -160,9 +157,11 @@ def report_engine(kind: str, outputs: list[Output]) -> None:
 
 
 def mean_length(outputs: list[Output]) -> float:
-    """Return the tokens per step over all whole steps."""
-    steps = sum(o.steps for o in outputs)
-    return 1 + sum(o.accepted for o in outputs) / max(1, steps)
+    """Return the acceptance length of all outputs together."""
+    from mtpbuild.runtime.requests.stats import compute_acceptance_length
+
+    tokens, steps = sum(len(o.tokens) for o in outputs), sum(o.steps for o in outputs)
+    return compute_acceptance_length(tokens, steps) or 1.0
 
 
 def main(args: argparse.Namespace) -> None:
