@@ -52,7 +52,7 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 @error_line
 @group_flags
 def bench(
-    model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
+    model: Annotated[str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE].")],
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
