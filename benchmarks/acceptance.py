@@ -2,7 +2,7 @@
 
     python benchmarks/acceptance.py engines/tiny_n3 [--tokens 192] [--top-p 0.95] [--requests 20]
 
-Each cell is 1 + accepted drafts / steps over the built-in prompts of one kind. A request's seed is
+Each cell is the acceptance length over the built-in prompts of one kind. A request's seed is
 its number, so a run can be repeated.
 """
 
@@ -14,6 +14,7 @@ from script import load_prompts, parse_flags, run
 
 from mtpbuild.builder.measure.prompts import BUILT_IN
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.requests.stats import compute_acceptance_length
 
 TEMPERATURES = (0.6, 1.0)
 STRICT = SamplingParams()
@@ -27,11 +28,11 @@ for name, mode in MODES.items():
 
 
 def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Return 1 + accepted drafts / steps over all prompts; a prompt's seed is its number."""
+    """Return the acceptance length over all prompts; a prompt's seed is its number."""
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
-    reports = [r.metrics.speculative_decoding for r in engine.generate(prompts, each)]
-    steps = sum(report.num_spec_steps for report in reports)
-    return 1 + sum(report.num_accepted_draft_tokens for report in reports) / steps
+    metrics = [result.metrics for result in engine.generate(prompts, each)]
+    steps = sum(one.speculative_decoding.num_spec_steps for one in metrics)
+    return compute_acceptance_length(sum(one.output_tokens for one in metrics), steps) or 0.0
 
 
 def main() -> None:

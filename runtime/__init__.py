@@ -54,6 +54,10 @@ _MODULES = {
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:

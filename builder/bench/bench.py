@@ -21,7 +21,7 @@ from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.measure.host import describe_machine
 from mtpbuild.builder.measure.prompts import Dataset, load_groups, split_groups
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.show.results import check_writable, write_results
+from mtpbuild.builder.show.results import Pictures, check_writable, write_results
 from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.engine.engine import Engine
@@ -111,13 +111,15 @@ def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -
 
 
 def write_benchmarks(reports: Sequence[Benchmark], out: Path) -> None:
-    """Write the figures and the pictures of the first concurrency.
+    """Write the figures as JSON and CSV."""
+    document = make_batches_json(reports) if len(reports) > 1 else make_bench_json(reports[0])
+    write_results(out, "bench", document, list_csv_rows(reports))
 
-    With several concurrencies, a further picture compares them.
-    """
-    first, several = reports[0], len(reports) > 1
+
+def list_pictures(reports: Sequence[Benchmark]) -> Pictures:
+    """Return the pictures of the first concurrency, and one that compares several."""
+    first = reports[0]
     pictures = {"bench": partial(draw_speedups, first), "bench_steps": partial(draw_steps, first)}
-    if several:
+    if len(reports) > 1:
         pictures["bench_batches"] = partial(draw_batches, reports)
-    document = make_batches_json(reports) if several else make_bench_json(first)
-    write_results(out, "bench", document, list_csv_rows(reports), pictures)
+    return pictures

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @group_flags
 def build(
     model: Annotated[
-        str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME of Hugging Face.")
+        str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE] of Hugging Face.")
     ],
     compat: CompatFlags,
     target_flags: TargetFlags,

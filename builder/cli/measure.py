@@ -1,6 +1,7 @@
 """The commands that measure engines: `bench`, `eval`, `verify` and `study`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -51,7 +52,7 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 @error_line
 @group_flags
 def bench(
-    model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
+    model: Annotated[str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE].")],
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
@@ -70,7 +71,7 @@ def bench(
     json: bool = flag(False, "Print bench.json instead of the tables."),
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
-    from mtpbuild.builder.bench.bench import BenchRequest, bench
+    from mtpbuild.builder.bench.bench import BenchRequest, bench, list_pictures
     from mtpbuild.builder.bench.report import print_benchmarks
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
     from mtpbuild.builder.plan.recipe import choose_default_target
@@ -100,7 +101,8 @@ def bench(
     request = BenchRequest(built, requests, sizes, threads, out, list_changed_flags(load_flags))
     with show_progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
-    print_written_results(out / "bench.json", json, lambda: print_benchmarks(reports))
+    show = partial(print_benchmarks, reports)
+    print_written_results(out / "bench.json", json, show, list_pictures(reports))
 
 
 @error_line
@@ -120,7 +122,7 @@ def evaluate(
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
     from mtpbuild.builder.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
-    from mtpbuild.builder.eval.report import print_evaluation
+    from mtpbuild.builder.eval.report import draw_evaluation, print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
@@ -138,7 +140,8 @@ def evaluate(
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    print_written_results(flags.out / "eval.json", json, lambda: print_evaluation(report))
+    show, draw = partial(print_evaluation, report), partial(draw_evaluation, report)
+    print_written_results(flags.out / "eval.json", json, show, {"eval": draw})
 
 
 def read_grid(
@@ -190,7 +193,8 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.builder.eval.study import print_study, study
+    from mtpbuild.builder.eval.study import draw_study, print_study, study
 
     found = study(traces, out)
-    print_written_results(out / "study.json", json, lambda: print_study(found))
+    show, draw = partial(print_study, found), partial(draw_study, found)
+    print_written_results(out / "study.json", json, show, {"study": draw})

@@ -20,6 +20,7 @@ from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
+    from mtpbuild.builder.show.results import Pictures
 
 TargetFlags: Any = make_option_flags(build_options)
 
@@ -95,21 +96,24 @@ class StageLines:
             typer.echo(f"[{now - self._start:.0f} s] {stage}", err=True)
 
 
-def print_written_results(path: Path, json: bool, print_tables: Callable[[], None]) -> None:
-    """Print the JSON file that was written, or tables and the file's path.
+def print_written_results(
+    path: Path, json: bool, print_tables: Callable[[], None], pictures: "Pictures"
+) -> None:
+    """Print the JSON file that was written, or tables; then draw pictures beside the file.
 
-    Without matplotlib, a line on standard error says why there are no pictures.
+    A picture that can't be drawn is a line on standard error.
     """
-    from mtpbuild.builder.show.pictures import explain_no_pictures
+    from mtpbuild.builder.show.results import draw_pictures
 
-    why = explain_no_pictures()
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
         print_tables()
-        typer.echo(f"wrote {path}" if why else f"wrote {path} and its pictures")
-    if why:
-        typer.echo(f"note: {why}", err=True)
+    problems = draw_pictures(path.parent, pictures)
+    if not json:
+        typer.echo(f"wrote {path}" if problems else f"wrote {path} and its pictures")
+    for problem in problems:
+        typer.echo(f"note: {problem}", err=True)
 
 
 def print_result(json: bool, document: Any, print_tables: Callable[[], None]) -> None:

@@ -82,6 +82,8 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             model = job.open_model()
             log_notes(model)
             formats = describe_formats(model)
+            if why := job.explain_small_disk(model):
+                raise BuildError(f"{job.source.name}: {why}")
             weights = EngineWeights(model, stages.watch)
     for out, ranks in todo.items():
         build_engine(job, out, ranks, weights, stages)

@@ -29,7 +29,7 @@ from mtpbuild.builder.show.tables import format_size
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.errors import CheckpointError, DownloadError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         check_machine(request, target, here)
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.compiler.hub import (
-            OfflineError,
             UnreachableError,
             open_repository,
             silence_hub,
@@ -68,12 +67,13 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         # 1. Find the revision's commit and its files.
         try:
             repository = open_repository(model.repository, revision)
-        except (OfflineError, UnreachableError) as error:
+        except UnreachableError as error:
             if found is not None:  # without a tokenizer the engine takes token ids
                 note = "note: %s is here without a %s, and %s"
-                logging.getLogger(__name__).warning(note, model.repository, TOKENIZER, error)
+                log = logging.getLogger(__name__)
+                log.warning(note, model.repository, TOKENIZER, error.why)
                 return
-            raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
+            raise model.missing(request.revision, (error.why, error.todo)) from None
 
         if model.file is not None:
             download_gguf(request, model, repository, room)
@@ -155,7 +155,6 @@ def fetch_configuration(name: str) -> Path | None:
         return None
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.compiler.hub import (
-            OfflineError,
             UnreachableError,
             open_repository,
             silence_hub,
@@ -163,8 +162,8 @@ def fetch_configuration(name: str) -> Path | None:
     with silence_hub():
         try:
             repository = open_repository(model.repository, MAIN)
-        except (OfflineError, UnreachableError) as error:
-            raise MissingWeightsError(f"{model.missing()}; {error}") from None
+        except UnreachableError as error:
+            raise model.missing(unreached=(error.why, error.todo)) from None
         if model.file is not None:
             names, _ = gguf_files(model, repository)
             with read_headers(repository, names) as folder:

@@ -53,6 +53,8 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         model = job.open_model(device="meta")
         # Ranks of one expert group have equal shapes; the first `ep` ranks are in different groups.
         weightless.check_slices(model, job.ranks[: request.ranks.ep], stages.watch)
+    if why := job.explain_small_disk(model):
+        lacking[why] = None
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
     todo = {out: plan for out, plan in job.plans.items() if job.lacking(out)}

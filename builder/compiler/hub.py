@@ -36,15 +36,16 @@ from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header
 NAME = "mtpbuild"  # our name in requests to the hub
 START = 100_000  # bytes of a file that most headers fit into
 RETRY: dict[str, Any] = {"retry_on_exceptions": (), "retry_on_status_codes": (408, 429)}
+RETRY_LATER = "run the same command when it can, which goes on with what has been fetched"
 RESUMES = "what has been fetched stays, and the same command goes on from there"
 
 
-class OfflineError(DownloadError):
-    """The error for a request while HF_HUB_OFFLINE is set."""
-
-
 class UnreachableError(DownloadError):
-    """The error for a hub that does not answer."""
+    """The error for a hub that does not answer, or may not be asked."""
+
+    def __init__(self, why: str, todo: str) -> None:
+        super().__init__(f"{why}: {todo}")
+        self.why, self.todo = why, todo
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Repository:
 
 
 def open_repository(name: str, revision: str) -> Repository:
-    """Ask the hub about a repository; raise DownloadError, or OfflineError if we may not ask."""
+    """Ask the hub about a repository; raise DownloadError, such as UnreachableError."""
     with explain_errors(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -231,7 +232,7 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
     hub = find_hub_address()
     match error:
         case errors.OfflineModeIsEnabled():
-            return OfflineError("HF_HUB_OFFLINE is set, so nothing is fetched")
+            return UnreachableError("HF_HUB_OFFLINE is set", "unset it")
         case errors.GatedRepoError():
             todo = f"ask for access at {hub}/{name}, then set HF_TOKEN or run `hf auth login`"
             return DownloadError(f"{name} is gated: {todo}")
@@ -247,7 +248,7 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
             message = f" ({error.server_message})" if error.server_message else ""
             return DownloadError(f"{status}{message}; {RESUMES}")
         case HTTPError():
-            return UnreachableError(f"{hub} can't be reached ({_shorten(error)}); {RESUMES}")
+            return UnreachableError(f"{hub} can't be reached ({_shorten(error)})", RETRY_LATER)
         case OSError(errno=errno.ENOSPC):
             return DownloadError(f"the disk of {cache_folder()} is full; {RESUMES}")
         case OSError(strerror=str(strerror), filename=str(filename)):

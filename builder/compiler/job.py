@@ -17,6 +17,8 @@ from mtpbuild.builder.compiler.plans import (
     note_context,
 )
 from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.staged import count_staged_bytes
+from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
@@ -84,6 +86,22 @@ class Job:
         for plan in self.plans.values():
             self.target.check_model(model, plan)
         return model
+
+    def explain_small_disk(self, model: "OpenedModel") -> str | None:
+        """Return why the disk has no room for the engines that are lacking; None if it has.
+
+        They share one weights file for each rank, unless their programs hold the weights too.
+        """
+        weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        shared = apart = there = 0
+        for out, plan in self.plans.items():
+            count, target = len(self.lacking(out)), self.target
+            if target.embeds_weights(plan.options):
+                apart += count * (weights + target.held_bytes(model, plan.options))
+            else:
+                shared = max(shared, count * weights)
+            there += count_staged_bytes(out, self.request.rank) if count else 0
+        return explain_small_disk(next(iter(self.plans)).parent, shared + apart - there)
 
 
 def prepare(request: BuildRequest) -> Job:

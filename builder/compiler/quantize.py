@@ -16,6 +16,7 @@ from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks
+from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.plan.recipe import find_model
@@ -78,6 +79,8 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
         if copy in checkpoint.tensors:
             weights.setdefault(copy, Stored(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
+    if why := explain_small_disk(request.out, sum(e.nbytes for e in new.tensors.values())):
+        raise BuildError(f"{request.model}: {why}")
     done = Quantized(request.out, unfit=list(new.unfit))
     with stage_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:

@@ -17,6 +17,7 @@ from mtpbuild.builder.compiler.notes import log_notes
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
 from mtpbuild.builder.engine.layout import change_engine
+from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
@@ -70,6 +71,9 @@ def refit(
     watch("check checkpoint")
     new = open_model(engine, old, model, target, options, mtp)
     log_notes(new)
+    weights = sum(p.numel() * p.element_size() for p in new.model.parameters())
+    if why := explain_small_disk(engine, weights, "free some, or build the engine elsewhere"):
+        raise BuildError(f"{engine}: {why}")
 
     prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
     replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG} | prefixes

@@ -175,6 +175,12 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
                 _keep_or_remove(StagedFolder(home / place.name), home, out)
 
 
+def count_staged_bytes(out: Path, rank: int | None = None) -> int:
+    """Return the bytes of the parts that an interrupted build left; 0 without such a build."""
+    home = _find_staging_home(out.resolve(), rank)
+    return sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
+
+
 def _find_staging_home(place: Path, rank: int | None) -> Path:
     alone = "" if rank is None else f".{name_rank(rank)}"
     return place.parent / f".{place.name}{alone}.building"

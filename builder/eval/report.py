@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -274,9 +273,8 @@ def draw_accuracy_over_speed(axes: "Axes", rows: Sequence[SettingRow]) -> None:
 
 
 def write_evaluation(report: Evaluation, out: Path) -> None:
-    """Write the figures as JSON and CSV, and the picture."""
-    pictures = {"eval": partial(draw_evaluation, report)}
-    write_results(out, "eval", make_eval_json(report), list_csv_rows(report), pictures)
+    """Write the figures as JSON and CSV."""
+    write_results(out, "eval", make_eval_json(report), list_csv_rows(report))
 
 
 def list_csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:

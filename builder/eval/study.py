@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +84,12 @@ class TraceStudy:
 
 
 def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
-    """Read traces and write study.json, study.csv and study.png; raise UsageError."""
+    """Read traces and write study.json and study.csv; raise UsageError."""
     check_writable(out)
     found = [study_trace(read_trace(path)) for path in paths]
     document = {"traces": [make_study_json(each) for each in found]}
     rows = ({"trace": str(each.trace.path), **asdict(d)} for each in found for d in each.drafts)
-    write_results(out, "study", document, rows, {"study": partial(draw_study, found)})
+    write_results(out, "study", document, rows)
     return found
 
 
@@ -182,34 +181,32 @@ def print_study(found: Sequence[TraceStudy]) -> None:
 
 def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
     """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
-    note = "of the drafts that were judged; a point: drafts of like values; 95 % intervals"
+    note = "of the drafts that were judged; a point: so many drafts of like values, 95 % interval"
     with draw_panels(path, note, columns=4, rows=2) as (figure, every):
         for axes, (name, title) in zip(every, AXES.items(), strict=True):
             for number, result in enumerate(found):
                 bins = result.bins.get(name, [])
                 shares = [b.share for b in bins]
                 x, y = [b.mean for b in bins], [share.value for share in shares]
-                look: dict[str, Any] = {
-                    "color": choose_colour(number),
-                    "label": result.trace.path.name,
-                }
-                axes.errorbar(
-                    x,
-                    y,
-                    compute_error_bar_lengths(shares) if bins else None,
-                    fmt="o-",
-                    capsize=2,
-                    **look,
-                )
+                colour, reach = choose_colour(number), compute_error_bar_lengths(shares)
+                look: dict[str, Any] = {"color": colour, "label": result.trace.path.name}
+                axes.errorbar(x, y, reach if bins else None, fmt="o-", capsize=2, **look)
+                place: dict[str, Any]
+                for each, height in zip(bins, y, strict=True):
+                    offset = (4, 3 - 9 * number)  # each trace's counts in a line of their own
+                    place = {"xy": (each.mean, height), "xytext": offset}
+                    look = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+                    axes.annotate(f"{each.judged:,}", **place, **look)
             axes.set_xlabel(title)
             axes.set_ylabel("share accepted")
-            axes.set_ylim(0, 1.02)
-            if name in LOGARITHMIC:
+            axes.set_ylim(-0.06, 1.08)  # with room for counts
+            recorded = any(name in result.bins for result in found)
+            if not recorded:
+                axes.set_title("not in these traces", fontsize=9)
+            elif name in LOGARITHMIC:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter("{x:g}")
                 axes.xaxis.set_minor_formatter("")
-            if not any(name in result.bins for result in found):
-                axes.set_title("not in these traces", fontsize=9)
         draft = every[0]
         draft.set_xticks(sorted({int(b.low) for result in found for b in result.bins["draft"]}))
         share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])

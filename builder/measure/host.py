@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.builder.show.tables import format_size
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_cpu_name, read_or_empty
 
@@ -109,6 +110,21 @@ def find_disk(folder: Path) -> Disk:
     """Return the disk of a folder, which need not exist yet."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     return Disk(existing.stat().st_dev, shutil.disk_usage(existing).free)
+
+
+def explain_small_disk(
+    place: Path, needed: int, todo: str = "--out names another place"
+) -> str | None:
+    """Return why the disk of a place can't take so many bytes; None if it can.
+
+    todo: what the user can do.
+    """
+    if needed <= (free := find_disk(place).free):
+        return None
+    return (
+        f"{format_size(needed)} are to be written, and the disk of {place.resolve()} has "
+        f"{format_size(free)} free: {todo}"
+    )
 
 
 @dataclass(frozen=True)

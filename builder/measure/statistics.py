@@ -97,9 +97,9 @@ def sum_drafting(answers: Sequence[TimedAnswer]) -> SpeculativeDecoding:
     """Add up the drafting statistics of several requests."""
     reports = [answer.drafting for answer in answers]
     total = AcceptanceCounter(reports[0].num_spec_tokens)
+    total.tokens = sum(len(answer.token_ids) for answer in answers)
     for report in reports:
         total.drafted += report.num_draft_tokens
-        total.tokens += report.num_spec_steps + report.num_accepted_draft_tokens
         for accepted, steps in enumerate(report.acceptance_histogram):
             total.histogram[accepted] += steps
     return total.report()

@@ -3,6 +3,7 @@
 A recipe is a TOML file, without code, that names a model, its engine and its checkpoint's place.
 """
 
+import difflib
 import os
 import re
 import tomllib
@@ -25,6 +26,7 @@ from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
 TARGET = "onnxruntime"  # for models whose recipe names no target
+NEAREST = 5  # recipes that a message about an unknown name lists
 # OWNER/NAME, and after a colon which of its GGUF files
 REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::(\w[\w.-]*))?", re.ASCII)
 # Repositories of one model append the format of its weights to its name.
@@ -100,8 +102,13 @@ class Model:
             return find_cached_gguf(self.repository, self.file, revision)
         return None if self.repository is None else find_cached_snapshot(self.repository, revision)
 
-    def missing(self, revision: str | None = None) -> errors.MissingWeightsError:
-        """Return the error that says how to get the weights."""
+    def missing(
+        self, revision: str | None = None, unreached: tuple[str, str] | None = None
+    ) -> errors.MissingWeightsError:
+        """Return the error that says how to get the weights.
+
+        unreached: why the hub could not be asked for them, and what to do.
+        """
         if self.recipe is not None and self.recipe.made_from is not None:
             command = f"mtpbuild quantize --model {self.recipe.made_from} --to {self.recipe.layout}"
             how = f"`{command} --out {CHECKPOINTS / self.name}`, or name their folder with"
@@ -110,12 +117,19 @@ class Model:
             )
         flags = "" if revision is None else f" --revision {revision}"
         what = self.name if self.recipe else f"{self.name}: no such folder, and the repository"
-        size = self.recipe.download if self.recipe else None
+        size = f" ({self.recipe.download} GB)" if self.recipe and self.recipe.download else ""
+        if unreached is not None:
+            why, todo = unreached
+            lacking = "not downloaded" if self.recipe else "neither a folder nor downloaded"
+            return errors.MissingWeightsError(
+                f"{why}, and {self.name} is {lacking} here{size}: {todo}, or name a folder that "
+                "has it with --checkpoint"
+            )
         other = "" if self.file else f"or `hf download {self.repository}{flags}` "
         return errors.MissingWeightsError(
             f"{what} is not downloaded here: `mtpbuild build --model {self.name}{flags}` "
-            f"{other}fetches it{f' ({size} GB)' if size else ''}, "
-            "or name a folder that has it with --checkpoint"
+            f"{other}fetches it{size}, or name a folder that has it "
+            "with --checkpoint"
         )
 
 
@@ -188,10 +202,10 @@ def name_model(model: str) -> Model:
         engine = model.partition("/")[2].replace(":", "-")
         return Model(model, engine, repository=match[1], file=match[2])
     names = [recipe.name for recipe in load_recipes()]
-    near = did_you_mean(model.lower(), names)
+    nearest = difflib.get_close_matches(model.lower(), names, NEAREST, cutoff=0)
     raise errors.UnknownRecipeError(
         f"{model!r} is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
-        f"repository{near or '; recipes: ' + ', '.join(names)}"
+        f"repository: `mtpbuild recipes` lists all recipes, the nearest are {', '.join(nearest)}"
     )
 
 

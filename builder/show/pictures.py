@@ -86,8 +86,8 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
 
 def compute_error_bar_lengths(points: Sequence[Interval]) -> list[list[float]]:
     """Return how far intervals reach below and above their values."""
-    below = [max(0.0, value - (low or value)) for value, low, _ in points]
-    return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
+    ends = [(v, v if low is None else low, v if high is None else high) for v, low, high in points]
+    return [[max(0.0, v - low) for v, low, _ in ends], [max(0.0, high - v) for v, _, high in ends]]
 
 
 def write_above(axes: "Axes", text: str, place: float, height: float, **look: Any) -> None:

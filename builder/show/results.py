@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.show.pictures import explain_no_pictures
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import UsageError, take_first_line
+
+Pictures = Mapping[str, Callable[[Path], None]]  # functions that draw them, by name
 
 
 def check_writable(out: Path) -> None:
@@ -21,16 +23,9 @@ def check_writable(out: Path) -> None:
 
 
 def write_results(
-    out: Path,
-    name: str,
-    document: dict[str, Any],
-    rows: Iterable[Mapping[str, Any]],
-    pictures: Mapping[str, Callable[[Path], None]],
+    out: Path, name: str, document: dict[str, Any], rows: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Write NAME.json, NAME.csv with a line per row, and a PNG for each function that draws one.
-
-    Without matplotlib there are no pictures.
-    """
+    """Write NAME.json, and NAME.csv with a line per row."""
     text = json.dumps(document, indent=1) + "\n"
     (out / f"{name}.json").write_text(text, encoding="utf-8")
     flat = [dict(_flatten(row)) for row in rows]
@@ -39,9 +34,22 @@ def write_results(
         writer = csv.DictWriter(file, [*names])
         writer.writeheader()
         writer.writerows(flat)
-    if not explain_no_pictures():
-        for picture, draw in pictures.items():
-            draw(out / f"{picture}.png")
+
+
+def draw_pictures(out: Path, pictures: Pictures) -> list[str]:
+    """Draw each picture as NAME.png; return a line for each that can't be drawn."""
+    if why := explain_no_pictures():
+        return [why]
+    problems = []
+    for name, draw in pictures.items():
+        path = out / f"{name}.png"
+        try:
+            path.unlink(missing_ok=True)  # an earlier run's
+            draw(path)
+        except Exception as error:  # whatever it is, the figures are there
+            kind = type(error).__name__
+            problems.append(f"{path}: can't be drawn ({kind}: {take_first_line(error)})")
+    return problems
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

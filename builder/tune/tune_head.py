@@ -47,6 +47,7 @@ from mtpbuild.runtime.cli.input_file import (
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.files import read_json
+from mtpbuild.runtime.requests.stats import compute_acceptance_length
 
 REPORT = "tune_head.json"
 FLAG = "--data"
@@ -301,5 +302,5 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
 def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:
     """Return how many tokens a step emits; 1 if all answers ended before the first step."""
-    steps = sum(each.steps for each in answers)
-    return 1 + sum(each.accepted for each in answers) / max(1, steps)
+    tokens, steps = sum(len(each.answer) for each in answers), sum(each.steps for each in answers)
+    return compute_acceptance_length(tokens, steps) or 1.0

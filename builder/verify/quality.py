@@ -10,6 +10,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.modules import is_module
 from mtpbuild.runtime.requests.request import Result, TokenLogprobs
+from mtpbuild.runtime.requests.stats import compute_acceptance_length
 
 LEAST = 1e-9  # probability of all tokens that an engine does not name
 
@@ -69,7 +70,7 @@ def acceptance_length(
             right = [d == t for d, t in zip(drafts, tokens[at:], strict=False)]
             accepted = right.index(False) if False in right else nextn
             at, steps, emitted = at + accepted + 1, steps + 1, emitted + accepted + 1
-    return emitted / steps if steps else 0.0
+    return compute_acceptance_length(emitted, steps) or 0.0
 
 
 def _draft_as_eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:

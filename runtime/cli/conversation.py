@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -149,9 +150,7 @@ class Conversation:
 
     def save(self, text: str) -> None:
         """Write the conversation as a line that `run --input` reads, too."""
-        path = self._place if not text else Path(text).expanduser()
-        if path is None:
-            raise UsageError("/save: give a file")
+        path = _parse_path("/save", text) if text or self._place is None else self._place
         if path != self._place and path.exists():
             raise UsageError(f"/save {path}: it exists; give a new file")
         opening = [] if self.system is None else [_make_system_message(self.system)]
@@ -166,9 +165,9 @@ class Conversation:
 
     def load(self, text: str) -> None:
         """Go on with a conversation of a file, in place of this one."""
-        path = Path(text).expanduser()
-        if not text or not path.is_file():
-            raise UsageError(f"/load {text}: no such file" if text else "/load: give a file")
+        path = _parse_path("/load", text)
+        if not path.is_file():
+            raise UsageError(f"/load {path}: no such file")
         lines = read_lines(path, f"/load {path}", InputLine, lambda line, _: line)
         if len(lines) > 1 or lines[0].messages is None:
             raise UsageError(f"/load {path}: must be one line with messages")
@@ -208,9 +207,7 @@ class Conversation:
 
     def attach(self, text: str) -> None:
         """Put a file's text before the next question."""
-        if not text:
-            raise UsageError("/file: give a file")
-        path = Path(text).expanduser()
+        path = _parse_path("/file", text)
         try:
             content = read_text(path)
         except (OSError, ValueError) as error:
@@ -312,6 +309,7 @@ COMMANDS = {
     "stats": Command(Conversation.show_stats, "", "context, speed and acceptance"),
     "thought": Command(Conversation.show_thought, "", "the thought before the last answer"),
     "exit": Command(Conversation.leave, "", "end the conversation, as Ctrl-D does"),
+    "bye": Command(Conversation.leave, "", "the same"),
 }
 
 
@@ -325,6 +323,17 @@ def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptio
     if engine.tokenizer.chat_template or messages[0]["role"] == "system" or options:
         return engine.chat_ids(messages, **options)
     return str(messages[-1]["content"])
+
+
+def _parse_path(command: str, text: str) -> Path:
+    """Return the file that a command names, in quotes as in a shell or as it stands."""
+    try:
+        words = shlex.split(text)
+    except ValueError:  # such as Tom's notes.txt
+        words = []
+    if not (name := words[0] if len(words) == 1 else text):
+        raise UsageError(f"{command}: give a file")
+    return Path(name).expanduser()
 
 
 def _make_question(text: str) -> Message:

@@ -31,6 +31,12 @@ class Engine(LoadedEngine):
             print(engine.generate("def fibonacci(n):", SamplingParams(max_tokens=64)).text)
     """
 
+    def __repr__(self) -> str:
+        model, build, target = self.manifest.model.name, self.manifest.build, self.manifest.target
+        place = "" if self.folder is None else f" from {str(self.folder)!r}"
+        closed = ", closed" if self._driver.closed else ""
+        return f"<Engine of {model}{place}: nextn {build.drafts}, {target.name}{closed}>"
+
     def swap(self, path: str | Path, **options: Any) -> None:
         """Load another engine directory in this one's place; `options` are those of `load`.
 

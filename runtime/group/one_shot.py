@@ -19,7 +19,7 @@ from mtpbuild.runtime.group.nccl import Peers, run_within
 from mtpbuild.runtime.group.start import count_ranks_on_machine
 
 FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
-ADVICE = "build it with allreduce_strategy nccl"
+ADVICE = "build it with `--allreduce-strategy nccl`"
 
 
 def share_memory(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:

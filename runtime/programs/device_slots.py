@@ -75,6 +75,6 @@ def check_gpu(
         raise EngineError(
             f"{folder}: needs about {(size + state + scratch) / 1e9:.2f} GB of GPU memory ({held} "
             f"{size / 1e9:.2f}, caches and state {state / 1e9:.2f}, intermediate results "
-            f"{scratch / 1e9:.2f}), {free / 1e9:.2f} GB are free; build with a smaller max_batch "
-            "or max_seq_len"
+            f"{scratch / 1e9:.2f}), {free / 1e9:.2f} GB are free; build with a smaller "
+            "`--max-batch` or `--max-seq-len`"
         )

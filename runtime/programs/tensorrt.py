@@ -59,7 +59,9 @@ def load(
         )
     device = Device(target.name, 0 if channel is None else find_own_gpu())
     size = held_bytes(folder, manifest)
-    check_gpu(folder, manifest, device, "build with another compute_capability", "programs", size)
+    check_gpu(
+        folder, manifest, device, "build with another `--compute-capability`", "programs", size
+    )
     if channel is None:
         return TensorRtPrograms(folder, manifest, trt, device)
     from mtpbuild.runtime.group.communicator import load_nccl  # with torch.distributed

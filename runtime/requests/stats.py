@@ -3,7 +3,7 @@
 Names and formulas are vLLM's. A *step* is a decode step, including the first one (which has no
 drafts to verify) and those of an engine without drafts, so complete steps give `num_spec_steps +
 num_accepted_draft_tokens` tokens. Drafts are counted for whole steps, even if a request keeps only
-a part of its last step; the mean length counts the tokens that were kept.
+a part of its last step; `compute_acceptance_length` counts the tokens that were kept.
 """
 
 import logging
@@ -72,6 +72,14 @@ class EngineStats:
     step_tokens: dict[int, int] = field(default_factory=dict)
 
 
+def compute_acceptance_length(tokens: int, steps: int) -> float | None:
+    """Return how many tokens a step gives on average; None before the first step.
+
+    tokens: those that requests kept. The end of a request cuts its last step.
+    """
+    return tokens / steps if steps else None
+
+
 class AcceptanceCounter:
     """A histogram of steps by accepted drafts, the drafted tokens, and the steps with drafts."""
 
@@ -103,7 +111,7 @@ class AcceptanceCounter:
         steps, accepted, nextn = self.steps, self.accepted, len(self.histogram) - 1
         reached = [sum(self.histogram[i + 1 :]) for i in range(nextn)]
         return SpeculativeDecoding(
-            mean_acceptance_length=self.tokens / steps if steps else None,
+            mean_acceptance_length=compute_acceptance_length(self.tokens, steps),
             draft_acceptance_rate=accepted / self.drafted if self.drafted else None,
             per_position_acceptance_rates=[n / steps if steps else 0.0 for n in reached],
             acceptance_histogram=list(self.histogram),

@@ -86,7 +86,7 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
     """Raise RequestError for prompt log-probabilities if the engine has no program for them."""
     if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
         raise RequestError(
-            "prompt_logprobs: this engine scores no prompts; build it anew with score for "
+            "prompt_logprobs: this engine scores no prompts; build it anew with `--score` for "
             f"target {list_targets_with(Feature.SCORE)}"
         )
 
@@ -127,7 +127,7 @@ def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, ob
     if rule.name not in known:
         raise RequestError(
             f"acceptance {rule.name!r} is not in this engine, which has {', '.join(known)}: "
-            f"build it with acceptance_rule {rule.name}"
+            f"build it with `--acceptance-rule` {rule.name}"
         )
     settings = dict(params.acceptance_settings or {})
     controls = list_settings_controls(rule.settings)

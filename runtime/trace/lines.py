@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from mtpbuild.runtime.contract.manifest import describe_first_error
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.requests.stats import compute_acceptance_length
 from mtpbuild.runtime.sampling.params import DEFAULTS
 
 VERSION: Literal[1] = 1
@@ -127,6 +128,10 @@ class TracedRequest:
         """Yield (step, row) of each token that the request kept."""
         rows = [(step, row) for step in self.steps for row in range(step.n)]
         yield from rows if self.end is None else rows[: self.end.output_tokens]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        return compute_acceptance_length(len(list(self.rows())), len(self.steps))
 
     def add(self, line: StepLine | EndLine) -> None:
         """Append a line; raise ValueError if it does not follow the last one."""

@@ -73,6 +73,7 @@ def _make_data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, 
         "request": request | {"texts": prompt, "settings": _list_settings(request["params"])},
         "steps": steps,
         "end": traced.end and traced.end.model_dump(mode="json"),
+        "acceptance_length": traced.acceptance_length,
     }
 
 

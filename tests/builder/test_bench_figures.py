@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from mtpbuild.builder.bench import pictures
-from mtpbuild.builder.bench.bench import write_benchmarks
+from mtpbuild.builder.bench.bench import list_pictures, write_benchmarks
 from mtpbuild.builder.bench.figures import (
     NextnResult,
     find_disagreements,
@@ -240,7 +240,9 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
     with importing({"matplotlib": None}):
         check_writable(tmp_path / "out")
         write_benchmarks([made_by_hand()], tmp_path / "out")
-        print_written_results(tmp_path / "out" / "bench.json", False, lambda: print("tables"))
+        pictures = list_pictures([made_by_hand()])
+        path = tmp_path / "out" / "bench.json"
+        print_written_results(path, False, lambda: print("tables"), pictures)
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")

@@ -16,10 +16,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.compiler import build as build_module
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
+from mtpbuild.builder.measure import host
+from mtpbuild.builder.measure.host import Disk
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
@@ -31,6 +34,7 @@ from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke, refusal
 from tests.support.opened import opened
 from tests.support.requests import build_request
+from tests.support.stand_ins import failing
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 
@@ -82,6 +86,58 @@ def test_the_command(smallest: Path, tmp_path: Path) -> None:
     assert "dry run: nothing was written" in out
     assert re.search(r"check checkpoint .* s, export .* s; peak memory \d+ MiB", out)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_disk_that_is_too_small(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found before anything is written; engines of one build share their weights."""
+    out, asked = tmp_path / "engines", list[Path]()
+    flags = ("build", "--model", smallest, "--nextn", "0,1", "--out", out)
+    (needed,) = {e.weights for e in dry_run(build_request(smallest, out=out), Stages()).engines}
+
+    def free(size: int) -> None:
+        monkeypatch.setattr(host, "find_disk", lambda place: asked.append(place) or Disk(1, size))
+
+    free(needed - 1)
+    why = f"{needed / 1e3:,.2f} kB are to be written, and the disk of {out.resolve()} has "
+    why += f"{(needed - 1) / 1e3:,.2f} kB free: --out names another place"
+    assert refusal(*flags, code=1) == f"{smallest.name}: {why}"
+    code, told, err = invoke(*flags, "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"can't be built here: {why}\n" in told
+    assert not out.exists()
+    quantize = ("quantize", "--model", smallest, "--to", "fp8", "--out", out)
+    free(0)
+    assert "kB are to be written, and the disk of" in refusal(*quantize, code=1)
+    assert not out.exists()
+    assert set(asked) == {out}
+
+    free(needed)
+    assert invoke(*flags)[0] == 0
+    free(0)  # nothing is to be written
+    assert invoke(*flags)[0] == 0
+    built = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    refit = ("refit", "--engine", out / "small_n1", "--checkpoint", smallest)
+    assert "0 bytes free: free some, or build the engine elsewhere" in refusal(*refit, code=1)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == built
+
+
+@pytest.mark.usefixtures("quick")
+def test_parts_of_an_interrupted_build_need_no_room(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = build_request(smallest, nextn=(1,), out=tmp_path / "engine")
+    broken = OSError(5, "Input/output error")
+    with (
+        failing(build_module, "copy_side_files", broken),
+        pytest.raises(BuildError, match="Input/output error"),
+    ):
+        build(request)
+    monkeypatch.setattr(host, "find_disk", lambda place: Disk(1, 0))
+    (built,) = build(request)
+    assert built.folder.is_dir()
 
 
 @pytest.mark.usefixtures("quick")

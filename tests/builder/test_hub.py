@@ -391,15 +391,23 @@ def test_a_token_opens_a_private_repository(
 
 def test_offline(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert build().endswith("; HF_HUB_OFFLINE is set, so nothing is fetched")
+    assert build() == (
+        f"HF_HUB_OFFLINE is set, and {NAME} is neither a folder nor downloaded here: unset it, or "
+        "name a folder that has it with --checkpoint"
+    )
+    assert build(model=f"{NAME}:Q4_K_M").startswith("HF_HUB_OFFLINE is set, and ")
+    assert refusal("plan", "--model", NAME, code=1) == build()
     assert hub.asked == []
 
 
 def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     line = build()
-    assert "or name a folder that has it with --checkpoint; http://127.0.0.1:1 can't be" in line
-    assert line.endswith(ENDING)
+    assert line.startswith("http://127.0.0.1:1 can't be reached (")
+    assert line.endswith(
+        f"), and {NAME} is neither a folder nor downloaded here: run the same command when it can, "
+        "which goes on with what has been fetched, or name a folder that has it with --checkpoint"
+    )
 
 
 def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,4 +546,4 @@ def test_a_process_of_its_own(hub: LoopbackHub, tmp_path: Path) -> None:
     assert error() == "error: --max-seq-len 2 is outside 5..16777216\n"
     assert hub.files == {"config.json", "tokenizer.json", "tokenizer_config.json", INDEX}
     assert (tmp_path / "own" / "hub").is_dir()
-    assert error(HF_HUB_OFFLINE="1").endswith("HF_HUB_OFFLINE is set, so nothing is fetched\n")
+    assert error(HF_HUB_OFFLINE="1").startswith(f"error: HF_HUB_OFFLINE is set, and {NAME} is ")

@@ -138,7 +138,7 @@ def test_what_programs_are_told(channel: Any) -> None:
 
 def test_where_gpus_share_no_memory(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
-    says = r"see each other's memory \(no peer access\): build it with allreduce_strategy nccl$"
+    says = r"see each other's memory \(no peer access\): build it with `--allreduce-strategy nccl`$"
     with pytest.raises(EngineError, match=says):
         one_shot.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
     with pytest.raises(EngineError, match=r"memory \(no module\)"):

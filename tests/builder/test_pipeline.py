@@ -338,18 +338,21 @@ def test_without_modules(tmp_path: Path) -> None:
 
 
 def test_unknown_models(tmp_path: Path) -> None:
-    known = ", ".join(recipe.name for recipe in load_recipes())
-    names = {"deepseek-tinny": "; did you mean deepseek-tiny?"}
-    names["GLM-4.7flash"] = "; did you mean glm-4.7-flash?"
-    for name in (str(tmp_path / "nowhere"), "x" * 300, "a\0b"):
-        names[name] = f"; recipes: {known}"
-    for name, ends in names.items():
+    known = {recipe.name for recipe in load_recipes()}
+    names = {
+        "deepseek-tinny": "deepseek-tiny",
+        "GLM-4.7flash": "glm-4.7-flash",
+        "r1": "deepseek-r1",
+    }
+    for name in (str(tmp_path / "nowhere"), "x" * 300, "a\0b", *names):
         with pytest.raises(UnknownRecipeError) as caught:
             build(BuildRequest(name))
-        assert str(caught.value).endswith(
-            "is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
-            f"repository{ends}"
-        )
+        said, _, nearest = str(caught.value).partition(": ")
+        assert said.endswith("nor a checkpoint folder, nor OWNER/NAME of a Hugging Face repository")
+        assert nearest.startswith("`mtpbuild recipes` lists all recipes, the nearest are ")
+        listed = nearest.partition(" are ")[2].split(", ")
+        assert len({*listed} & known) == len(listed) == 5
+        assert names.get(name, listed[0]) == listed[0]
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="is a file: --model names the folder that it is in"):
         build(BuildRequest(str(tmp_path / "model.safetensors")))

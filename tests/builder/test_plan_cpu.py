@@ -314,4 +314,4 @@ def test_refusals(flags: str, says: str) -> None:
 
 def test_a_repository_that_is_not_here() -> None:
     says = refusal("plan", "--model", "some/model", "--cpu", code=1)
-    assert "the repository is not downloaded here" in says
+    assert "some/model is neither a folder nor downloaded here: unset it, or" in says

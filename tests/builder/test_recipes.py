@@ -82,12 +82,15 @@ def test_without_weights() -> None:
         code, out, err = invoke("build", "--model", "deepseek-r1-fp4")
     assert (code, out) == (1, "")
     assert err == (
-        "error: deepseek-r1-fp4 is not downloaded here: `mtpbuild build --model deepseek-r1-fp4` "
-        "or `hf download nvidia/DeepSeek-R1-FP4` fetches it (424 GB), or name a folder that has it "
-        "with --checkpoint; HF_HUB_OFFLINE is set, so nothing is fetched\n"
+        "error: HF_HUB_OFFLINE is set, and deepseek-r1-fp4 is not downloaded here (424 GB): unset "
+        "it, or name a folder that has it with --checkpoint\n"
     )
     _, _, dry = invoke("build", "--model", "nvidia/DeepSeek-R1-FP4", "--dry-run")
-    assert dry == err.replace("; HF_HUB_OFFLINE is set, so nothing is fetched", "")
+    assert dry == (
+        "error: deepseek-r1-fp4 is not downloaded here: `mtpbuild build --model deepseek-r1-fp4` "
+        "or `hf download nvidia/DeepSeek-R1-FP4` fetches it (424 GB), or name a folder that has it "
+        "with --checkpoint\n"
+    )
     with importing({"tensorrt": None}):
         code, _, err = invoke("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "8")
     assert code == 1

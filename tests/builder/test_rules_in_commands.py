@@ -126,7 +126,7 @@ def test_what_lacks_it_is_told_at_once(command: str, flags: str, here: Path) -> 
     given = flags.split()
     assert refusal(command, "--engine", "plain", *given, "--acceptance", "thrifty") == (
         "acceptance 'thrifty' is not in this engine, which has strict, rejection, block, relaxed, "
-        "synthetic: build it with acceptance_rule thrifty"
+        "synthetic: build it with `--acceptance-rule` thrifty"
     )
     assert refusal(command, "--engine", "other", *given, "--acceptance", "elsewhere") == MISSING
     assert not Path("eval_results/eval.json").exists()

@@ -140,7 +140,7 @@ def test_over_http(engine: Engine, wanted: torch.Tensor) -> None:
 
 
 def test_who_has_none_says_so(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="build it anew with score for target onnxruntime or"):
+    with pytest.raises(RequestError, match="build it anew with `--score` for target onnx"):
         make_step_controls([5], SCORED, fake_manifest())
     with pytest.raises(RequestError, match="max_tokens must be a number from 1"):
         SamplingParams(max_tokens=0)

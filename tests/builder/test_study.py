@@ -4,11 +4,14 @@ import csv
 import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from mtpbuild.builder.eval.study import AXES, BINS, list_judged_drafts, make_bins, study_trace
 from mtpbuild.runtime import Engine, SamplingParams, Trace
@@ -17,13 +20,21 @@ from mtpbuild.runtime.trace.recorder import compute_entropies
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 from tests.support.invoke import invoke
 
+PLAIN, WITH_LOGPROBS, SAMPLED = (None, 0), (1, 0), (0, 0.7)  # log-probabilities, temperature
 
-def write_trace(path: Path, *, nextn: int = 2, tokens: int = 50) -> Path:
-    """Three requests whose drafts are wrong at every fourth position; the last one is sampled."""
+
+def write_trace(
+    path: Path,
+    *,
+    nextn: int = 2,
+    tokens: int = 50,
+    kinds: Sequence[tuple[int | None, float]] = (PLAIN, WITH_LOGPROBS, SAMPLED),
+) -> Path:
+    """Write requests whose drafts are wrong at every fourth position."""
     manifest = fake_manifest(nextn=nextn)
     programs = FakePrograms(manifest, draft_is_right=lambda position: position % 4 != 0)
     with Engine(programs, manifest, fake_tokenizer()) as engine, Trace(engine, path) as trace:
-        for prompt, logprobs, temperature in (([5, 6, 7], None, 0), ([8, 9], 1, 0), ([4], 0, 0.7)):
+        for prompt, (logprobs, temperature) in zip(([5, 6, 7], [8, 9], [4]), kinds, strict=False):
             params = SamplingParams(tokens, logprobs=logprobs, temperature=temperature)
             engine.stream(prompt, params, observer=trace.request()).result()
     return path
@@ -138,6 +149,42 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "study.png").read_bytes().startswith(b"\x89PNG")
     code, out, _ = invoke("study", paths[0], "--out", tmp_path / "out", "--json")
     assert (code, len(json.loads(out)["traces"])) == (0, 1)
+
+
+@pytest.mark.parametrize("kinds", [[PLAIN], [(None, 0.7)], [PLAIN, (None, 0.7)]])
+def test_traces_without_logprobs(
+    kinds: list[tuple[None, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panels without values stay empty, and each point says how many drafts it is of."""
+    monkeypatch.chdir(tmp_path)
+    write_trace(tmp_path / "a.jsonl", kinds=kinds)
+    write_trace(tmp_path / "b.jsonl", kinds=kinds, nextn=3, tokens=4)  # one draft at a position
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    code, out, err = invoke("study", "a.jsonl", "b.jsonl")
+    assert (code, err) == (0, "")
+    assert out.endswith("wrote study_results/study.json and its pictures\n")
+    traces = json.loads(Path("study_results/study.json").read_text())["traces"]
+    assert traces[1]["by"]["draft"][-1]["judged"] < traces[0]["by"]["draft"][0]["judged"]
+    for axes, name in zip(figures[0].axes, AXES, strict=True):
+        counts = [str(one["judged"]) for trace in traces for one in trace["by"].get(name, [])]
+        assert [text.get_text() for text in axes.texts] == counts
+        assert (axes.get_title() == "not in these traces") == (not counts)
+
+
+def test_a_picture_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one line after the tables, and no earlier picture stays beside new figures."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such font\nor another")
+
+    path, out = write_trace(tmp_path / "a.jsonl"), tmp_path / "out"
+    whole = invoke("study", path, "--out", out)[1]
+    monkeypatch.setattr(Figure, "savefig", fail)
+    code, tables, err = invoke("study", path, "--out", out)
+    assert (code, tables) == (0, whole.replace(" and its pictures", ""))
+    assert err == f"note: {out}/study.png: can't be drawn (ValueError: no such font)\n"
+    assert sorted(each.name for each in out.iterdir()) == ["study.csv", "study.json"]
 
 
 def test_a_trace_without_drafts(tmp_path: Path) -> None:

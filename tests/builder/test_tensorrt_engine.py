@@ -262,7 +262,7 @@ class TestWhatCanNotRun:
         gpu.free = 100_000
         says = refusal(engine)
         assert "GB of GPU memory" in says
-        assert ", 0.00 GB are free; build with a smaller max_batch or max_seq_len" in says
+        assert ", 0.00 GB are free; build with a smaller `--max-batch` or `--max-seq-len`" in says
         assert not gpu.device
 
     def test_memory_that_goes_while_loading(self, engine: Path, gpu: FakeCuda) -> None:

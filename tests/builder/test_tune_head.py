@@ -293,4 +293,4 @@ def test_what_no_machine_has_and_no_module_can(
 
 def test_answers_that_end_before_a_step() -> None:
     assert tune_head.tokens_per_step([OwnAnswer([5], [1], 0, 0)]) == 1
-    assert tune_head.tokens_per_step([OwnAnswer([5], [1, 2, 3, 4], 2, 3)]) == 2.5
+    assert tune_head.tokens_per_step([OwnAnswer([5], [1, 2, 3, 4], 2, 3)]) == 2

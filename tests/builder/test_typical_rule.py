@@ -257,7 +257,7 @@ def test_an_engine_says_which_rules_it_has(engine: Path, predictable_engine: Eng
         loaded.generate(PROMPT, typical_params(EASY))
     assert str(caught.value) == (
         "acceptance 'typical' is not in this engine, which has strict, rejection, block, relaxed, "
-        "synthetic: build it with acceptance_rule typical"
+        "synthetic: build it with `--acceptance-rule` typical"
     )
 
 

@@ -367,6 +367,14 @@ def test_an_application_to_mount(talker: Engine) -> None:
         make_app(talker, max_que=3)  # type: ignore[call-arg]
 
 
+def test_an_engine_says_what_it_is() -> None:
+    engine, _ = fake_engine(nextn=2)
+    assert repr(engine) == "<Engine of fake: nextn 2, onnxruntime>"
+    engine.folder = Path("engines/a b")
+    engine.close()
+    assert str(engine) == "<Engine of fake from 'engines/a b': nextn 2, onnxruntime, closed>"
+
+
 def test_messages_have_no_flags() -> None:
     """What a caller of Python reads names arguments; flags are the command line's."""
     seen = 0

@@ -231,6 +231,33 @@ def test_a_conversation_that_ends_with_a_question(tmp_path: Path) -> None:
     assert "no such file" in talk(f"/load {tmp_path}/none")
 
 
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ('"A B.json"', "A B.json"),
+        ("'A B.json'", "A B.json"),
+        (r"A\ B.json", "A B.json"),
+        ("A B.json", "A B.json"),
+        ("Tom's notes", "Tom's notes"),
+        ('"Tom\'s notes"', "Tom's notes"),
+        ('"~/A B.json"', "home/A B.json"),
+    ],
+)
+def test_names_of_files_may_have_quotes(
+    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    talk = Talk()
+    assert "turns: 1" in talk("one", f"/save {typed}")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
+    assert "turns: 1" in Talk()(f"/load {typed}")
+    assert "sent with the next question" in talk(f"/file {typed}")
+    for command in ("/save", "/load", "/file"):
+        assert talk(f'{command} ""') == f"error: {command}: give a file"
+
+
 def test_what_is_a_command() -> None:
     talk = Talk()
     listed = talk("/help")
@@ -247,8 +274,9 @@ def test_a_new_conversation(tmp_path: Path) -> None:
     assert talk("/clear", "two").startswith("a new conversation")
     assert talk.prompts[-1] == "[system] be kind\n[user] two\n"
     assert "give a file" in talk("/save")
-    with pytest.raises(EOFError):
-        talk("/exit")
+    for command in ("/exit", "/bye"):
+        with pytest.raises(EOFError):
+            talk(command)
 
 
 def test_stats() -> None:

@@ -70,5 +70,6 @@ def test_exports() -> None:
         "RequestError", "RequestMetrics", "Result", "SamplingParams", "SpeculativeDecoding",
         "Stream", "StructuredOutputs", "TokenLogprobs", "Tokenizer", "Trace",
     ]  # fmt: skip
+    assert dir(mtpbuild.runtime) == mtpbuild.runtime.__all__
     for name in mtpbuild.runtime.__all__:
         assert getattr(mtpbuild.runtime, name).__name__ == name

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.builder.measure.runs import run_prompts
+from mtpbuild.builder.measure.statistics import sum_drafting
 from mtpbuild.runtime import Engine, SamplingParams, Trace
+from mtpbuild.runtime.cli.terminal import summary
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.page import Speller
 from tests.support.fakes import (
@@ -88,6 +91,23 @@ def test_the_data_is_the_trace(traced: tuple[str, list[dict[str, Any]]]) -> None
             del step["texts"], step["draft_texts"]
         found += [request["request"], *request["steps"], request["end"]]
     assert found == lines[:-1]
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(3, 3 / 2), (9, 9 / 3), (10, 10 / 4)])
+def test_the_acceptance_length_is_that_of_the_terminal(
+    tokens: int, length: float, tmp_path: Path
+) -> None:
+    """Tokens that the end cuts off count nowhere."""
+    engine, _ = fake_engine(nextn=3)
+    params = SamplingParams(tokens, ignore_eos=True)
+    with engine, Trace(engine, tmp_path / "a.html") as trace:
+        result = engine.stream([5], params, observer=trace.request()).result()
+        (answer,) = run_prompts(engine, [[5]], [params])
+    (request,) = page_data(page := (tmp_path / "a.html").read_text(encoding="utf-8"))
+    assert f"acceptance length {length:.2f}" in summary(result)
+    assert request["acceptance_length"] == length
+    assert sum_drafting([answer]).mean_acceptance_length == length
+    assert re.search(r"\[fixed\(acceptance_length, 2\), \"acceptance length\"\]", page)
 
 
 def test_settings_that_bear_on_the_text_are_shown(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": [5], "stop": [""]}, "a stop string is empty", "stop"),
         ({"prompt": [5], "seed": 2**64}, "seed must be", "seed"),
         ({"prompt": [5], "stream_options": {}}, "needs stream", "stream_options"),
-        ({"prompt": [5], "echo": True, "logprobs": 1}, "with score for", "echo"),
+        ({"prompt": [5], "echo": True, "logprobs": 1}, "with `--score` for", "echo"),
         ({"prompt": [5], "prompt_logprobs": 21}, "prompt_logprobs must", "prompt_logprobs"),
         ({"prompt": [5], "suffix": "x"}, "suffix is not supported: a model continues", "suffix"),
         ({"prompt": [5], "best_of": 2}, "best_of above n is not supported", "best_of"),
