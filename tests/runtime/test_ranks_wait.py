@@ -2,7 +2,6 @@
 
 import ctypes
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,11 +19,11 @@ LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Any]]:
+def pair() -> list[Any]:
     """Two ranks that are threads of this process."""
     store, limit = dist.HashStore(), timedelta(seconds=3)
     joining = [start_daemon(lambda r=r: dist.ProcessGroupGloo(store, r, 2, limit)) for r in (0, 1)]
-    yield [join.result(10) for join in joining]
+    return [join.result(10) for join in joining]
 
 
 class Begun:
