@@ -29,8 +29,8 @@ from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, read_time_lim
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
 THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
-# Shares of the time limit: how often an idle rank 0 sends, and after how long a silent rank is given
-# up. A pause shorter than the limit may begin just before a message was due.
+# Shares of the time limit: how often an idle rank 0 sends, and after how long a silent rank is
+# given up. A pause shorter than the limit may begin just before a message was due.
 KEEP_ALIVE, GRACE = 0.25, 1.5
 HEAD = 512  # bytes of the first broadcast; a longer message follows in a second broadcast
 
@@ -193,11 +193,11 @@ class YieldingGroup(dist.ProcessGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-overload]
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # not in the stub
         self._group = group
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        work = self._group.allreduce(tensors, options)
+    def allreduce(self, *arguments: Any) -> Any:
+        work = self._group.allreduce(*arguments)
         work.wait()
         return work
 
