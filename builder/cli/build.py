@@ -73,7 +73,7 @@ def build(
     if target is None:
         target, options, why = choose_target(model, options, flags.rank)
     if why is not None:
-        typer.echo(f"note: target {target}: {why}; --target names another", err=True)
+        typer.echo(f"target {target}: {why}; --target names another")
     request = BuildRequest(
         model=model,
         nextn=numbers,

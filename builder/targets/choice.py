@@ -1,7 +1,7 @@
 """Choose the target of a model for GPUs by what this machine has."""
 
 import contextlib
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.plan.recipe import choose_default_target, find_recipe
@@ -34,12 +34,12 @@ def choose_target(
     capability = here if named is None else dotted(named)
     if capability is None:  # `check_machine` refuses to build, and a dry run assumes a GPU
         return TENSORRT, options, None
-    packages = ("tensorrt", "torch_tensorrt")
     why_not = explain_capability([recipe.layout.partition("-")[0]], (capability,))
-    if missing := [name for name in packages if find_spec(name) is None]:
-        why_not = f"{' and '.join(missing)} can't be imported here"
-    elif why_not is None and here != capability:
+    if why_not is None and here != capability:
         why_not = f"it compiles on the GPU itself, and none of {capability} is here"
+    if why_not is None:
+        lowering = import_module(tensorrt.TARGET.lowering)
+        why_not = next(lowering.list_missing_packages(), None)
     if why_not is None:
         rest = {name: value for name, value in options.items() if name != "compute_capability"}
         return TENSORRT, rest, f"it is installed, and GPUs of {capability} have its formats"

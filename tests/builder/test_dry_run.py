@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from mtpbuild.builder.cli import app
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.cli import app
 from mtpbuild.builder.compiler import job
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
