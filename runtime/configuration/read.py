@@ -32,9 +32,29 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
 
 
 def parse_llm_yaml(path: Path) -> dict[str, Any]:
-    """Read TensorRT-LLM's YAML file; a UsageError names a wrong key and what its value must be."""
+    """Read a YAML file of TensorRT-LLM, or of vLLM, whose keys have dashes.
+
+    A UsageError names a wrong key and what its value must be.
+    """
     where = f"{YAML_FLAG} {path}"
-    return join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
+    raw, table = _without_dashes(_read_yaml(path, where)), tables.TRTLLM
+    speculative = raw.get("speculative_config") if isinstance(raw, dict) else None
+    names = speculative.keys() if isinstance(speculative, dict) else set[str]()
+    if "decoding_type" not in names and {"method", "num_speculative_tokens"} & names:
+        table = {**table, "speculative_config": tables.VLLM}
+    found = join(read_keys(raw, table, where))
+    check_synthetic_settings(found, where)
+    return found
+
+
+def _without_dashes(raw: object) -> object:
+    """Return an object with underscores in its keys and those of objects in it."""
+    if not isinstance(raw, dict):
+        return raw
+    return {
+        key.replace("-", "_") if isinstance(key, str) else key: _without_dashes(value)
+        for key, value in raw.items()
+    }
 
 
 def _read_json(text: str, where: str) -> object:
@@ -116,16 +136,26 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
         elif isinstance(known, Mapping):
             yield from read_keys(value, known, name) if value is not None else ()
         elif not known.setting and not known.refused:
+            parts = value if isinstance(value, dict) else {"": value}
+            for part in known.inside.keys() & parts.keys():
+                inner = f"{name}: {part}" if part else name
+                yield from read_value(parts[part], known.inside[part], inner)
             yield NOTES, name, (f"{name}: no effect{known.instead and f'; {known.instead}'}",)
-        elif value is None or (type(value) is int and value in known.idle):
-            continue
-        elif known.true:
-            yield known.setting, name, known.true if checked(check_bool, value, name) else None
-        elif known.setting:
-            yield known.setting, name, checked(CHECKS[known.setting], value, name)
-        elif value:
-            line = f"{name} {shorten(value)} is not supported by this version"
-            raise UsageError(f"{line}; {known.refused}: leave it out")
+        else:
+            yield from read_value(value, known, name)
+
+
+def read_value(value: Any, known: tables.Key, name: str) -> Iterator[Given]:
+    """Yield the setting of one key; raise UsageError for a value that can't be."""
+    if value is None or (type(value) in (int, str) and value in known.idle):
+        return
+    if known.true:
+        yield known.setting, name, known.true if checked(check_bool, value, name) else None
+    elif known.setting:
+        yield known.setting, name, checked(CHECKS[known.setting], value, name)
+    elif value:
+        line = f"{name} {shorten(value)} is not supported by this version"
+        raise UsageError(f"{line}; {known.refused}: leave it out")
 
 
 def check_method(name: object, methods: tables.Methods, where: str) -> Iterator[Given]:
