@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 # The least compute capability for which TensorRT compiles a number format: Ada has the first units
 # for fp8, Blackwell those for nvfp4. Kernels of ours, as target inductor has them, decode both.
@@ -22,14 +23,11 @@ def architecture(capability: str) -> int:
 
 def explain_capability(formats: Iterable[str | None], capabilities: Iterable[str]) -> str | None:
     """Return why TensorRT can't compile one of the formats for one of the GPUs, or None."""
-    for format in formats:
+    for format, capability in product(formats, [*capabilities]):
         least = TENSORRT_FORMATS.get(format or "", "0.0")
-        for capability in capabilities:
-            if architecture(capability) < architecture(least):
-                return (
-                    f"{format} needs compute capability {least} or later in TensorRT, and the GPU "
-                    f"has {capability}"
-                )
+        if architecture(capability) < architecture(least):
+            needs = f"{format} needs compute capability {least} or later in TensorRT"
+            return f"{needs}, and the GPU has {capability}"
     return None
 
 

@@ -21,6 +21,7 @@ from mtpbuild.runtime.configuration.settings import (
 from mtpbuild.runtime.errors import UsageError, advise_needing
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
+COUNTS = ("num_speculative_tokens", "num-speculative-tokens")  # vLLM's, not TensorRT-LLM's
 SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
 
 
@@ -37,24 +38,9 @@ def parse_llm_yaml(path: Path) -> dict[str, Any]:
     A UsageError names a wrong key and what its value must be.
     """
     where = f"{YAML_FLAG} {path}"
-    raw, table = _without_dashes(_read_yaml(path, where)), tables.TRTLLM
-    speculative = raw.get("speculative_config") if isinstance(raw, dict) else None
-    names = speculative.keys() if isinstance(speculative, dict) else set[str]()
-    if "decoding_type" not in names and {"method", "num_speculative_tokens"} & names:
-        table = {**table, "speculative_config": tables.VLLM}
-    found = join(read_keys(raw, table, where))
+    found = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
     check_synthetic_settings(found, where)
     return found
-
-
-def _without_dashes(raw: object) -> object:
-    """Return an object with underscores in its keys and those of objects in it."""
-    if not isinstance(raw, dict):
-        return raw
-    return {
-        key.replace("-", "_") if isinstance(key, str) else key: _without_dashes(value)
-        for key, value in raw.items()
-    }
 
 
 def _read_json(text: str, where: str) -> object:
@@ -128,18 +114,20 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
     for key, value in given.items():
         if not isinstance(key, str):
             raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
-        name, known = f"{where}: {key}", table.get(key)
+        name, known = f"{where}: {key}", table.get(key.replace("-", "_"))  # vLLM's YAML has dashes
         if known is None:
             raise UsageError(f"{where}: unknown key {key!r}{_suggest_nearest(key, table)}")
         if isinstance(known, tables.Methods):
             yield from check_method(known.ours if value is None else value, known, name)
         elif isinstance(known, Mapping):
+            names = value if isinstance(value, dict) else ()
+            if "decoding_type" not in names and {"method", *COUNTS} & {*names}:
+                known = tables.VLLM
             yield from read_keys(value, known, name) if value is not None else ()
         elif not known.setting and not known.refused:
-            parts = value if isinstance(value, dict) else {"": value}
-            for part in known.inside.keys() & parts.keys():
-                inner = f"{name}: {part}" if part else name
-                yield from read_value(parts[part], known.inside[part], inner)
+            for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
+                if own := known.inside.get(str(part).replace("-", "_")):
+                    yield from read_value(inner, own, f"{name}: {part}".removesuffix(": "))
             yield NOTES, name, (f"{name}: no effect{known.instead and f'; {known.instead}'}",)
         else:
             yield from read_value(value, known, name)

@@ -120,9 +120,9 @@ TRTLLM: Table = {  # the YAML file of TensorRT-LLM, or vLLM's
     "max_beam_width": Key(refused="a request has one continuation", idle=(1,)),
     "enable_chunked_prefill": Key(instead="prefill is always chunked, see --prefill-chunk"),
     "guided_decoding_backend": Key(instead="llguidance follows every grammar"),
-    "max_batch_size": Key(instead="use --max-batch"),
-    **repeat_entry("max_input_len max_seq_len", Key(instead="use --max-seq-len")),
-    "max_num_tokens": Key(instead="use --prefill-chunk"),
+    **repeat_entry("max_batch_size max_num_seqs", Key(instead="use --max-batch")),
+    **repeat_entry("max_input_len max_model_len max_seq_len", Key(instead="use --max-seq-len")),
+    **repeat_entry("max_num_batched_tokens max_num_tokens", Key(instead="use --prefill-chunk")),
     "model": Key(instead="use --model"),
     "tokenizer": Key(instead="the checkpoint's is taken"),
     "kv_cache_config": Key(
@@ -133,9 +133,6 @@ TRTLLM: Table = {  # the YAML file of TensorRT-LLM, or vLLM's
     ),
     "kv_cache_dtype": Key(inside={"": CACHES}),
     **repeat_entry("data_parallel_size enable_expert_parallel", RANKS),
-    "max_model_len": Key(instead="use --max-seq-len"),
-    "max_num_seqs": Key(instead="use --max-batch"),
-    "max_num_batched_tokens": Key(instead="use --prefill-chunk"),
     **repeat_entry("api_key chat_template host port served_model_name tool_call_parser", SERVED),
     **repeat_entry(f"{TRTLLM_IGNORED} {VLLM_FILE_IGNORED}", Key()),
 }

@@ -95,8 +95,9 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template",
-        "--chunked-prefill-size", "--config", "--drain-timeout", "--engine", "--host", "--huge-pages",
-        "--keep", "--log-requests", "--max-body", "--max-queue", "--max-seq-len", "--no-access-log",
+        "--chunked-prefill-size", "--config", "--drain-timeout", "--engine", "--host",
+        "--huge-pages", "--keep", "--log-requests", "--max-body", "--max-queue", "--max-seq-len",
+        "--no-access-log",
         "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
         "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
         "--served-model-name", "--tensor-parallel-size", "--threads", "--tool-call-parser",
