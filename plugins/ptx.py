@@ -27,8 +27,9 @@ TYPES = {  # a tensor's dtype -> its names in Triton and in TensorRT
 
 # Parameters of kernels that are weights or caches, which lie at multiples of 16 bytes. Nothing
 # promises this of a network's intermediate tensors.
-ALIGNED = frozenset(
-    "bias cache down_proj gate_up_proj kv_norm q_norm scales scales_2 values w_uk w_uv".split()
+ALIGNED = (
+    *("bias", "cache", "down_proj", "gate_up_proj", "kv_norm", "q_norm", "scales", "scales_2"),
+    *("values", "w_uk", "w_uv"),
 )
 
 
@@ -77,7 +78,8 @@ def compile_kernel(
 ) -> Any:
     """Compile for tensors that are aligned to 16 bytes, as all allocations are.
 
-    sixteens: names of sizes divisible by 16. aligned: tensors that are so; None: all. Raises RuntimeError if Triton's interpreter is on.
+    sixteens: names of sizes divisible by 16. aligned: names of tensors that are so; None: all.
+    Raises RuntimeError if Triton's interpreter is on.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +208,13 @@ def test_what_is_known_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton, "compile", note)
-    x, values = torch.empty(4, 64), torch.empty(64, 32)
-    for aligned, names in (({}, {"values"}), ({"aligned": None}, {"x", "values", "parts"})):
-        launch = product_launch(x, values)
-        signature, constants = signature_of(launch)
+    launch = product_launch(torch.empty(4, 64), torch.empty(64, 32))
+    signature, constants = signature_of(launch)
+    plain = partial(compile_kernel, launch, 80, signature, constants)
+    for compiling, names in (
+        (partial(compile_launch, launch, 80), {"values"}),
+        (plain, {"x", "values", "parts"}),
+    ):
         with pytest.raises(KeyError):
-            if aligned:
-                compile_kernel(launch, 80, signature, constants, **aligned)
-            else:
-                compile_launch(launch, 80)
+            compiling()
         assert attributes["scaled_product"] == names
