@@ -83,7 +83,12 @@ def test_what_is_read_of_a_large_checkpoint(
     monkeypatch.setattr(module, "HASH_LIMIT", tensors * size)  # both together are larger
     monkeypatch.setattr(module, "SMALL", 1 << 20)
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: read.append(n) or pread(fd, n, at))
+
+    def note(file: int, count: int, at: int) -> bytes:
+        read.append(count)
+        return pread(file, count, at)
+
+    monkeypatch.setattr(os, "pread", note)
     before = hash_files(tmp_path, told.append)
     assert sum(read) == start + 2 * tensors * 3 * SAMPLE
     assert [line.partition(",")[0] for line in told] == [

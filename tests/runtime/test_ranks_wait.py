@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _aoti
+from torch._C import _distributed_c10d as c10d
 
 from mtpbuild.runtime.group.channel import GRACE, KEEP_ALIVE, YieldingGroup, use_in_programs
 from mtpbuild.runtime.group.start import GROUP
@@ -21,9 +23,10 @@ LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 @pytest.fixture
 def pair() -> list[Any]:
     """Two ranks that are threads of this process."""
-    store, limit = dist.HashStore(), timedelta(seconds=3)
-    joining = [start_daemon(lambda r=r: dist.ProcessGroupGloo(store, r, 2, limit)) for r in (0, 1)]
-    return [join.result(10) for join in joining]
+    store, limit = c10d.HashStore(), timedelta(seconds=3)
+    join = partial(dist.ProcessGroupGloo, store, size=2, timeout=limit)
+    joining = [start_daemon(partial(join, rank=rank)) for rank in (0, 1)]
+    return [group.result(10) for group in joining]
 
 
 class Begun:
