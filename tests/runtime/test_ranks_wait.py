@@ -5,6 +5,7 @@ import threading
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 from mtpbuild.runtime.group.channel import GRACE, KEEP_ALIVE, YieldingGroup, use_in_programs
 from mtpbuild.runtime.group.start import GROUP
+from mtpbuild.runtime.programs.tensorrt_ranks import TensorRtRankPrograms
 from mtpbuild.runtime.threads import start_daemon
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -68,3 +70,17 @@ def test_a_waiting_program_holds_up_no_other_thread(pair: list[Any]) -> None:
 def test_a_pause_shorter_than_the_limit_is_no_failure() -> None:
     """It may begin just before a keep-alive message was due, and end just within the limit."""
     assert KEEP_ALIVE + 1 < GRACE
+
+
+def test_a_communicator_is_set_when_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT waits for the other ranks without a limit, so the time limit is ours."""
+    said, never = list[str](), threading.Event()
+    monkeypatch.setattr(dist, "barrier", lambda: said.append("all have loaded"))
+    ranks: Any = object.__new__(TensorRtRankPrograms)
+    ranks._device, ranks._peers = None, SimpleNamespace(capsule="")
+    ranks._channel = SimpleNamespace(patience=0.05)
+    ranks._connect([SimpleNamespace(join=lambda *given: said.append("joined"))])
+    assert said == ["all have loaded", "joined"]
+    with pytest.raises(RuntimeError, match="timed out"):
+        ranks._connect([SimpleNamespace(join=lambda *given: never.wait())])
+    never.set()
