@@ -1,6 +1,6 @@
-"""Runs six commands of under 8 minutes each on a GPU, in the order in which to read the results.
+"""Runs seven commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
-    python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all six
+    python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all
         python benchmarks/gpu_run.py --smoke       # no GPU: runs small versions of all commands
 
     preflight  versions, packages; one compiled part loaded, compared, captured
@@ -9,6 +9,7 @@
     tiny       deepseek-tiny: eager, engine, graph, overlap; tokens of the CPU's engine
     slice      a rank's share of R1's layers, part by part
     nccl       a world of one: sums in a compiled program, launched, then captured
+    tensorrt   tests/gpu/test_tensorrt.py: deepseek-tiny, the tokens of the CPU's engine
 
 Each writes OUT/N-NAME.json (its status, command and rows) and OUT/N-NAME.txt (its output), even if
 it is cut short. A status is `passed` only if all checks of the command ran on a GPU and were right.
@@ -117,7 +118,10 @@ def severity(status: str) -> int:
 
 def commands(engine: Path | None) -> list[Command]:
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu")
-    tests = (*pytest, "tests/gpu/test_kernels.py", "--junitxml", "ROWS")
+    tests, tensorrt = (
+        (*pytest, f"tests/gpu/test_{name}.py", "--junitxml", "ROWS")
+        for name in ("kernels", "tensorrt")
+    )
     preflight, nccl = (f"benchmarks/on_gpu/{name}.py" for name in ("preflight", "nccl_one"))
     rows, smoke = ("--rows", "ROWS"), "--smoke"
     tiny = (*GPU, smoke, "--only", "engine", "--engine", str(engine), *rows)
@@ -138,6 +142,7 @@ def commands(engine: Path | None) -> list[Command]:
             measured,
         ),
         Command("nccl", (nccl, *rows), (nccl, smoke, *rows), checked),
+        Command("tensorrt", (*tensorrt, "-n", "0"), None, tested),  # skipped without its packages
     ]
 
 
@@ -183,7 +188,7 @@ def start(given: list[str], output: IO[str]) -> int:
 
 
 def walk_through(given: list[str], output: IO[str]) -> int:
-    """Run the command in a fork of this process, so that torch is imported once for all six."""
+    """Run the command in a fork of this process, so that torch is imported once for all."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
     for module in ("torch", "on_gpu.kernels", "on_gpu.slice_bench"):
         import_module(module)

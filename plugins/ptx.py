@@ -25,6 +25,14 @@ TYPES = {  # a tensor's dtype -> its names in Triton and in TensorRT
 }
 
 
+# Parameters of kernels that are weights or caches, which lie at multiples of 16 bytes. Nothing
+# promises this of a network's intermediate tensors.
+ALIGNED = (
+    *("bias", "cache", "down_proj", "gate_up_proj", "kv_norm", "q_norm", "scales", "scales_2"),
+    *("values", "w_uk", "w_uv"),
+)
+
+
 class ContractError(ValueError):
     """The error for a kernel that TensorRT can't launch as an AOT plugin."""
 
@@ -49,7 +57,8 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
     signature, constants = signature_of(launch)
     if "ASSEMBLY" in constants:
         constants["ASSEMBLY"] = 80  # for every GPU
-    built = compile_kernel(launch, architecture, signature, constants, ptx_version=PTX_VERSION)
+    how: dict[str, Any] = {"ptx_version": PTX_VERSION, "aligned": ALIGNED}
+    built = compile_kernel(launch, architecture, signature, constants, **how)
     needs = built.metadata
     if needs.global_scratch_size or needs.profile_scratch_size:
         raise ContractError(f"{needs.name} needs scratch memory")
@@ -65,10 +74,12 @@ def compile_kernel(
     constants: Mapping[str, Any],
     sixteens: Collection[str] = (),
     ptx_version: int | None = None,
+    aligned: Collection[str] | None = None,
 ) -> Any:
     """Compile for tensors that are aligned to 16 bytes, as all allocations are.
 
-    sixteens: names of sizes divisible by 16. Raises RuntimeError if Triton's interpreter is on.
+    sixteens: names of sizes divisible by 16. aligned: names of tensors that are so; None: all.
+    Raises RuntimeError if Triton's interpreter is on.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -79,7 +90,7 @@ def compile_kernel(
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in sixteens
+        if name in sixteens or (kind.startswith("*") and (aligned is None or name in aligned))
     }
     source = ASTSource(launch.kernel, signature, constexprs=constants, attrs=attributes)
     how = {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True}

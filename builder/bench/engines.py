@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.job import prepare, take_fingerprints
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.plan import Nextn, choose_drafter, in_order
@@ -64,8 +64,11 @@ def choose_folder(name: str, request: BuildRequest) -> Path:
     """
     changed = request.drafter, request.scheme, request.acceptance_rules, request.options
     if has_usual_target(request) and request.max_batch == 1 and not any(changed):
-        ((usual, fingerprint),) = prepare(replace(request, force=True)).fingerprints.items()
-        if not usual.exists() or layout.find_engine(usual, fingerprint):
+        job = prepare(replace(request, force=True))
+        (usual,) = job.plans
+        if not usual.exists():
+            return usual
+        if layout.find_engine(usual, take_fingerprints(job).fingerprints[usual]):
             return usual
     return make_private_folder(name, request)
 

@@ -58,8 +58,8 @@ def build(
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.plan.recipe import choose_default_target
     from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.targets.choice import choose_target
     from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
     from mtpbuild.runtime.configuration.settings import read_requested_ranks, read_sampling_settings
 
@@ -69,16 +69,21 @@ def build(
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and "nextn" in settings:
         numbers = (settings["nextn"],)
+    options, why = list_changed_flags(target_flags), None
+    if target is None:
+        target, options, why = choose_target(model, options, flags.rank)
+    if why is not None:
+        typer.echo(f"target {target}: {why}; --target names another")
     request = BuildRequest(
         model=model,
         nextn=numbers,
         drafter=settings.get("drafter"),
-        target=target or choose_default_target(model),
+        target=target,
         ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
         scheme=add_calibration(build_scheme(weights, head_weights), calibrate, calibration_text),
         acceptance_rules=tuple(acceptance_rule or ()),
-        options=list_changed_flags(target_flags),
+        options=options,
         **vars(flags),
     )
     run_build(request, prefix or ())

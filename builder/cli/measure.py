@@ -74,8 +74,8 @@ def bench(
     from mtpbuild.builder.bench.bench import BenchRequest, bench, list_pictures
     from mtpbuild.builder.bench.report import print_benchmarks
     from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
-    from mtpbuild.builder.plan.recipe import choose_default_target
     from mtpbuild.builder.plan.request import BuildRequest
+    from mtpbuild.builder.targets.choice import choose_target
 
     numbers = None if nextn is None else parse_nextn(nextn)
     also = name_source(BLOG, "--relaxed") if relaxed else []
@@ -87,7 +87,8 @@ def bench(
     params = make_sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = list_changed_flags(target_flags)
-    target = target or choose_default_target(model)
+    if target is None:
+        target, options, _ = choose_target(model, options)
     rules = () if params.acceptance in BUILT_IN else (params.acceptance,)
     built = BuildRequest(
         model,

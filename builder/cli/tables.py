@@ -102,7 +102,7 @@ def print_dry_run(done: "DryRun") -> None:
             engine.plan.drafter or "-",
             f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
             f"{engine.state / 1e9:,.3f} GB{per_rank}",
-            "nothing to do" if engine.unchanged else "to do",
+            "to do" if engine.new else "if changed",
         )
     print_lines(table, fold=False)
     for engine in done.engines:
@@ -139,8 +139,7 @@ def _print_graphs(engine: "EngineForecast") -> None:
     from mtpbuild.builder.compiler.step_counts import describe_counts
 
     sizes = ", ".join(f"{name} {graph.nodes:,} nodes" for name, graph in engine.graphs.items())
-    if sizes:
-        print_lines(f"{engine.folder}: exported without weights: {sizes}")
+    print_lines(f"{engine.folder}: exported without weights: {sizes}")
     if step := engine.graphs.get(PLAIN):
         start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
         held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"

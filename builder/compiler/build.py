@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
 from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
-from mtpbuild.builder.compiler.job import Job, load_compiler, prepare
+from mtpbuild.builder.compiler.job import Job, load_compiler, prepare, take_fingerprints
 from mtpbuild.builder.compiler.manifest_of import write_manifests
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.staged import StagedFolder, discard_stale, stage_folder
@@ -69,22 +69,21 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     # 1. What to build: the model, the target, and for each nextn a plan and a folder.
     job = prepare(request)
 
-    # 2. Which engines are missing, and which of their ranks.
+    # 2. The compiler, and the checkpoint by its headers; for new engines this needs no hash.
+    new = any(map(job.is_new, job.plans))
+    model, formats = open_checkpoint(job, stages) if new else (None, "")
+
+    # 3. Which engines are missing, and which of their ranks. Weights are sampled here.
+    with stages("fingerprint"):
+        job = take_fingerprints(job, stages.watch)
     todo = {out: ranks for out in job.plans if (ranks := job.lacking(out))}
     if todo:
-        with stages("load compiler"):
-            load_compiler(job.target, [job.plans[out] for out in todo])
-            from mtpbuild.builder.compiler.notes import describe_formats, log_notes
-            from mtpbuild.builder.program.engine_weights import EngineWeights
+        from mtpbuild.builder.program.engine_weights import EngineWeights
 
-        # 3. The checkpoint, checked before anything is written.
-        with stages("check checkpoint"):
-            model = job.open_model()
-            log_notes(model)
-            formats = describe_formats(model)
-            if why := job.explain_small_disk(model):
-                raise BuildError(f"{job.source.name}: {why}")
-            weights = EngineWeights(model, stages.watch)
+        model, formats = open_checkpoint(job, stages) if model is None else (model, formats)
+        if why := job.explain_small_disk(model):
+            raise BuildError(f"{job.source.name}: {why}")
+        weights = EngineWeights(model, stages.watch)
     for out, ranks in todo.items():
         build_engine(job, out, ranks, weights, stages)
     if request.dump is not None and not request.dump.exists():
@@ -99,6 +98,17 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         BuiltEngine(out, read_manifest(out), out not in todo, formats if out in todo else "")
         for out in job.plans
     ]
+
+
+def open_checkpoint(job: Job, stages: Stages) -> "tuple[OpenedModel, str]":
+    """Return the model, checked by its headers, and its formats; first load the compiler."""
+    with stages("load compiler"):
+        load_compiler(job.target, [*job.plans.values()])
+        from mtpbuild.builder.compiler.notes import describe_formats, log_notes
+    with stages("check checkpoint"):
+        model = job.open_model()
+        log_notes(model)
+        return model, describe_formats(model)
 
 
 def build_engine(

@@ -25,8 +25,8 @@ class EngineForecast:
     held: int  # bytes of weights that all programs hold together
     state: int  # bytes of the state at run time
     caches: int  # bytes of caches in `state`
-    graphs: "dict[str, StepCounts]"  # program -> counts of its graph; empty if the engine exists
-    unchanged: bool
+    graphs: "dict[str, StepCounts]"  # program -> counts of its graph
+    new: bool  # or a build compares the engine that is there, as hashes are not taken here
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,13 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         lacking[why] = None
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
-    todo = {out: plan for out, plan in job.plans.items() if job.lacking(out)}
     with stages("export"):
-        graphs = weightless.export(model, todo.values(), job.target.trace, stages.watch)
-    exported = dict(zip(todo, graphs, strict=True))
+        graphs = weightless.export(model, job.plans.values(), job.target.trace, stages.watch)
     engines = []
-    for out, plan in job.plans.items():
+    for (out, plan), counts in zip(job.plans.items(), graphs, strict=True):
         specs = make_state_specs(plan)
         state = sum(map(count_state_bytes, specs))
         caches = sum(count_state_bytes(s) for s in specs if s.role == "rows")
-        found = exported.get(out, {})
         sizes = weights, held[out], state, caches
-        engines.append(EngineForecast(out, plan, *sizes, found, out not in todo))
+        engines.append(EngineForecast(out, plan, *sizes, counts, job.is_new(out)))
     return DryRun(model, engines, list(lacking))

@@ -6,19 +6,23 @@ Of our own code it covers all that tracing and lowering import.
 import ast
 import hashlib
 import json
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import chain, pairwise, starmap
 from operator import index
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
+from mtpbuild.builder.gguf.container import find_own_path, read_file
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
+from mtpbuild.builder.stages import Watch, ignore, say_time_left
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
 from mtpbuild.runtime.contract.drafters import find_drafter
@@ -28,9 +32,9 @@ from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.safetensors_header import read_header
 
-SMALL = 1 << 24  # bytes of a tensor that is hashed whole
-SAMPLE, EVERY = 1 << 12, 1 << 16  # a larger one: any EVERY bytes contain a sample of SAMPLE bytes
-PIECE = 1 << 20  # bytes that are read at once
+SMALL = 1 << 24  # bytes of a large checkpoint's file that is hashed whole
+WHOLE = 1 << 16  # bytes of a tensor that is hashed whole
+SAMPLE, EVERY = 1 << 12, 1 << 20  # a larger one: any EVERY bytes contain a sample of SAMPLE bytes
 MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
 PACKAGE = "mtpbuild"
@@ -44,7 +48,7 @@ REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def hash_files(folder: Path) -> dict[str, str]:
+def hash_files(folder: Path, watch: Watch = ignore) -> dict[str, str]:
     """Return the hash of each file of a checkpoint, by name."""
     try:
         weights = (
@@ -52,8 +56,15 @@ def hash_files(folder: Path) -> dict[str, str]:
         )
         names = sorted({CONFIG, *weights, *side_files(folder)})
         files = {name: folder / name for name in names if (folder / name).is_file()}
+        large = sum(file.stat().st_size for file in files.values()) > HASH_LIMIT
+        limit, hashes, start = SMALL if large else HASH_LIMIT, dict[str, str](), time.monotonic()
         with ThreadPoolExecutor(min(MOST_THREADS, measure_limits().processors)) as threads:
-            return dict(zip(files, threads.map(identity, files.values()), strict=True))
+            identities = threads.map(lambda file: identity(file, limit), files.values())
+            for number, name in enumerate(files):
+                left = say_time_left(start, number, len(files) - number)
+                watch(f"fingerprint: file {number + 1} of {len(files)}{left}")
+                hashes[name] = next(identities)
+        return hashes
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
 
@@ -97,46 +108,53 @@ def fingerprint(
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
-    """Hash a file; hash a large one by its size, its small tensors and samples of the others."""
+    """Hash a file; hash a large one by its size, its header and samples of its tensors."""
     size = path.stat().st_size
     if size <= hash_limit:
         return hash_file(path)
-    digest = hashlib.sha256(str(size).encode())
+    digest, starts = hashlib.sha256(str(size).encode()), find_tensor_starts(path, size)
     with path.open("rb", buffering=0) as file:
-        for begin, end in list_spans(path, size):
-            for start, stop in choose_sampled_spans(begin, end):
-                file.seek(start)
-                digest.update(file.read(stop - start))
+        if hasattr(os, "posix_fadvise"):  # or each sample reads what lies around it
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        spans = chain.from_iterable(starmap(choose_sampled_spans, pairwise([*starts, size])))
+        for begin, end in chain([(0, starts[0])], spans):
+            digest.update(os.pread(file.fileno(), end - begin, begin))
     return digest.hexdigest()
 
 
-def list_spans(path: Path, size: int) -> list[Span]:
-    """Return the spans of a safetensors file's header and tensors; any other file is one span."""
+def find_tensor_starts(path: Path, size: int) -> list[int]:
+    """Return where the tensors of a safetensors or GGUF file begin; the first ends its header.
+
+    A file that can't be read as such is a header of SMALL bytes and one tensor.
+    """
+    unreadable = [min(size, SMALL)]
     try:
+        if path.suffix == ".gguf":
+            path = find_own_path(path)
+            places = {t.offset for t in read_file(path).tensors.values() if t.file == path}
+            return sorted(places) if places and max(places) <= size else unreadable
         header, _, start = read_header(path)
-        found = [map(index, entry["data_offsets"]) for entry in header.values()]
-        offsets = [(start + begin, start + end) for begin, end in found]
-    except (OSError, ValueError, LookupError, TypeError):
-        return [(0, size)]
+        offsets = [map(index, entry["data_offsets"]) for entry in header.values()]
+        places_and_ends = [(start + begin, start + end) for begin, end in offsets]
+    except (CheckpointError, OSError, ValueError, LookupError, TypeError):
+        return unreadable
     # Each tensor begins where the one before it ends, and the last one ends the file.
-    ends = [start, *sorted(end for _, end in offsets)]
-    if [*sorted(begin for begin, _ in offsets), size] != ends:
-        return [(0, size)]
-    header_pieces = [(at, min(at + SMALL, start)) for at in range(0, start, SMALL)]
-    return header_pieces + list(pairwise(ends))
+    starts = sorted(begin for begin, _ in places_and_ends)
+    ends = [start, *sorted(end for _, end in places_and_ends)]
+    return starts if starts and [*starts, size] == ends else unreadable
 
 
 def choose_sampled_spans(begin: int, end: int) -> Iterator[Span]:
-    """Yield the parts of a span to hash: all of a small one, samples of a large one.
+    """Yield the parts of a tensor to hash: all of a small one, samples of a large one.
 
-    Samples begin EVERY - SAMPLE bytes apart: any EVERY bytes contain a whole sample, and rows of
-    2^n bytes are not all sampled in the same columns.
+    Samples begin EVERY - SAMPLE bytes apart: any EVERY bytes contain a sample, and rows of 2^n
+    bytes are not all sampled in the same columns.
     """
-    if end - begin <= SMALL:
-        yield from ((at, min(at + PIECE, end)) for at in range(begin, end, PIECE))
+    if end - begin <= WHOLE:
+        yield begin, end
         return
-    for at in (*range(begin, end - SAMPLE, EVERY - SAMPLE), end - SAMPLE):
-        yield at, at + SAMPLE
+    for at in range(begin, end, EVERY - SAMPLE):
+        yield at, min(at + SAMPLE, end)
 
 
 def _find_version(name: str) -> str:

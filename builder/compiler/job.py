@@ -1,7 +1,7 @@
 """A build's job: its model, target and plans, all checked before anything heavy is loaded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,11 @@ from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.brought import find_brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT
-from mtpbuild.runtime.contract.manifest import hash_file
+from mtpbuild.runtime.contract.manifest import hash_file, list_ranks_here
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
@@ -41,8 +42,9 @@ class Job:
     ids: GenerationIds
     target: Target
     plans: dict[Path, Plan]
-    fingerprints: dict[Path, str]  # builds with equal ones make the same engine
     brought: Sequence[Path] = ()  # files of the drafter's own weights
+    # Builds with equal ones make the same engine; empty until `take_fingerprints`.
+    fingerprints: dict[Path, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -55,10 +57,22 @@ class Job:
         """Return whether weights are calibrated before they are written."""
         return self.request.scheme is not None and self.request.scheme.calibration is not None
 
+    def is_new(self, out: Path) -> bool:
+        """Return whether this engine is built whatever its fingerprint is."""
+        manifest = layout.find_engine(out)
+        if manifest is None or self.request.force:
+            return True
+        return manifest.split and not {*self.ranks} <= {*list_ranks_here(out, manifest)}
+
     def lacking(self, out: Path) -> Sequence[int]:
-        """Return the ranks that `out` lacks or has from other inputs; with --force, all ranks."""
+        """Return the ranks that `out` lacks or has from other inputs; with --force, all ranks.
+
+        Without fingerprints an engine that stands there lacks nothing.
+        """
         if self.request.force:
             return self.ranks
+        if not self.fingerprints:
+            return self.ranks if self.is_new(out) else ()
         return layout.find_missing_ranks(out, self.fingerprints[out], self.ranks)
 
     def open_model(self, device: str = "cpu") -> "OpenedModel":
@@ -110,24 +124,33 @@ def prepare(request: BuildRequest) -> Job:
     source, config = find_source(request)
     ids, plans = check_small_files(request, source, config)
     note_context(request, next(iter(plans.values())))
-    checkpoint = hash_files(source.folder)
+    drafters = dict.fromkeys(plan.drafter for plan in plans.values())
+    brought = [path for name in drafters for path in find_brought_files(name, config)]
+    return Job(request, source, config, ids, target, plans, brought)
+
+
+def take_fingerprints(job: Job, watch: Watch = ignore) -> Job:
+    """Return the job with its engines' fingerprints, for which all that a build reads is hashed.
+
+    Raises BuildError if a single rank would replace the ranks of another build.
+    """
+    request, source, scheme = job.request, job.source, job.request.scheme
+    checkpoint = hash_files(source.folder, watch)
     if source.mtp is not None:
         checkpoint |= hash_head_files(source.mtp)
     if request.chat_template is not None:
         checkpoint["chat_template"] = hash_file(request.chat_template)
-    drafters = dict.fromkeys(plan.drafter for plan in plans.values())
-    brought = [path for name in drafters for path in find_brought_files(name, config)]
-    checkpoint |= {f"drafter/{number}": identity(path) for number, path in enumerate(brought)}
-    scheme = request.scheme
+    checkpoint |= {f"drafter/{number}": identity(path) for number, path in enumerate(job.brought)}
     if scheme is not None and scheme.calibration not in (None, OWN_TEXT):
         checkpoint["calibration"] = identity(Path(scheme.calibration))
     prints = {
-        out: fingerprint(checkpoint, plan, target, request.layers) for out, plan in plans.items()
+        out: fingerprint(checkpoint, plan, job.target, request.layers)
+        for out, plan in job.plans.items()
     }
     if request.rank is not None:
-        for out in plans:
+        for out in job.plans:
             layout.refuse_mixed_ranks(out, prints[out], force=request.force)
-    return Job(request, source, config, ids, target, plans, prints, brought)
+    return replace(job, fingerprints=prints)
 
 
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:

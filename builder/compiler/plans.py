@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.checkpoint.readable import name_stored_format
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
@@ -27,7 +28,7 @@ from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import build_options, list_target_names, load_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.scheme import FLOATS
+from mtpbuild.builder.weights.scheme import FLOATS, SCHEMES
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
@@ -128,6 +129,8 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
             score=request.score,
             draft_ids=ids,  # nextn 0 too: engines of one build share their weights
         )
+    scheme = request.scheme or SCHEMES[name_stored_format(source.folder)]
+    target.check_formats((scheme.main, scheme.mtp, scheme.head), plans[out])
     # Engines with our kernels take memory only for the rows of their caches that are in use.
     if request.max_seq_len is None and style.packs_weights and length < limit:
         length = find_longest_context(plan=plans[out], limit=limit, folder=source.folder)
@@ -207,7 +210,8 @@ def check_style(
 
 def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:
     """Return the end of an engine folder's name, which tells the request from the default one."""
-    suffix = "_bf16" if style.dtype == "bfloat16" else ""
+    suffix = f"_{request.target}" if style.for_gpu else ""
+    suffix += "_bf16" if style.dtype == "bfloat16" else ""
     suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
     suffix += f"_draft{len(draft_ids)}" if draft_ids else ""
     return suffix + "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix

@@ -9,12 +9,13 @@ from mtpbuild.builder.checks import check_one_of
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """A GPU's memory in bytes, bandwidth in bytes/s and dense peaks in operations/s."""
+    """A GPU's memory in bytes, bandwidth in bytes/s, dense peaks in operations/s, capability."""
 
     name: str
     memory: float
     bandwidth: float
     peaks: Mapping[str, float]  # by the weights' format
+    capability: str = "9.0"
     ranks: int = 8  # GPUs of one machine, joined by NVLink
 
     def peak(self, format: str) -> float:
@@ -27,7 +28,7 @@ GPUS: Mapping[str, GpuSpec] = {
     for gpu in (
         GpuSpec("h100", 80e9, 3.35e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
         GpuSpec("h200", 141e9, 4.8e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
-        GpuSpec("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}),
+        GpuSpec("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}, "10.0"),
     )
 }
 

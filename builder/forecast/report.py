@@ -13,6 +13,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.show.pictures import COLOURS, draw_panels, label_x
 from mtpbuild.builder.show.tables import format_size, print_lines
 from mtpbuild.builder.targets import list_target_names
+from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
 if TYPE_CHECKING:
@@ -179,6 +180,9 @@ def _print_assumptions(f: Forecast) -> None:
     if not list_target_names(lambda target: attention in target.gpu_attention):
         note = "targets for GPUs have no kernel for this model's attention yet: "
         print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")
+    formats = {name: None for weights in f.model.classes for name in weights.formats}
+    if why := explain_capability(formats, [f.model.gpu.capability]):
+        print_lines(f"target tensorrt builds no such engine: {why}; inductor does", style="yellow")
     if request.acceptance is None:
         print_lines("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
 

@@ -1,7 +1,13 @@
 """Compute capabilities as users write them, and data of GPUs for builds without a GPU."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
+
+# The least compute capability for which TensorRT compiles a number format: Ada has the first units
+# for fp8, Blackwell those for nvfp4. Kernels of ours, as target inductor has them, decode both.
+TENSORRT_FORMATS = {"fp8": "8.9", "nvfp4": "10.0"}
 
 
 def dotted(text: str) -> str:
@@ -13,6 +19,16 @@ def dotted(text: str) -> str:
 def architecture(capability: str) -> int:
     """Turn 9.0 into 90, the number in sm_90."""
     return int(capability.replace(".", ""))
+
+
+def explain_capability(formats: Iterable[str | None], capabilities: Iterable[str]) -> str | None:
+    """Return why TensorRT can't compile one of the formats for one of the GPUs, or None."""
+    for format, capability in product(formats, [*capabilities]):
+        least = TENSORRT_FORMATS.get(format or "", "0.0")
+        if architecture(capability) < architecture(least):
+            needs = f"{format} needs compute capability {least} or later in TensorRT"
+            return f"{needs}, and the GPU has {capability}"
+    return None
 
 
 @dataclass(frozen=True)

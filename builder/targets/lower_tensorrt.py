@@ -63,6 +63,11 @@ def missing(plan: Plan) -> Iterator[str]:
     if float(capability) < 8:
         needed = "kernels are for GPUs of compute capability 8.0 and later"
         yield f"{needed}, this one has {capability}"
+    yield from list_missing_packages()
+
+
+def list_missing_packages() -> Iterator[str]:
+    """Yield a line for each package that is missing to compile anything."""
     if find_spec("triton") is None:
         yield _needs("triton")
     try:

@@ -67,6 +67,9 @@ class Target:
         """
         return ()
 
+    def check_formats(self, formats: Iterable[str | None], plan: "Plan") -> None:
+        """Raise BuildError if the plan's GPUs can't compute with weights in these formats."""
+
     def style(self, options: Any, config: "ModelConfig") -> GraphStyle:
         """Return the form in which to trace the programs."""
         return GraphStyle()

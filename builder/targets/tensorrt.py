@@ -1,6 +1,6 @@
 """Target tensorrt, for data-centre GPUs: Torch-TensorRT's converters, our kernels as plugins."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
+from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ASSUMED = "10.0"  # capability without a GPU; graphs and sizes do not depend on it
 DTYPES = ("bfloat16", "float32")  # the first one is the default
+INSTEAD = "`--target inductor --device cuda --dtype bfloat16`"
 PROGRAMS = 3  # prefill, decode, decode_mixed; each holds the weights of TensorRT's own layers
 
 
@@ -63,6 +65,10 @@ class TensorRt(Target):
             return (Device(self.name).compute_capability,)
         except MtpbuildError:
             return (ASSUMED,)
+
+    def check_formats(self, formats: Iterable[str | None], plan: "Plan") -> None:
+        if why := explain_capability(formats, plan.compute_capabilities):
+            raise BuildError(f"target {self.name}: {why}; build with {INSTEAD}")
 
     def style(self, options: TensorRtOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(
@@ -120,7 +126,9 @@ class TensorRt(Target):
             adp = ", attention data-parallel" if ranks.attention_dp else ""
             raise BuildError(
                 f"target {self.name} can't compile here: {'; '.join(missing)} (checked: flags and "
-                f"config.json: {drafts}, {plan.dtype}, {split}{adp}; --dry-run checks the rest)"
+                f"config.json: {drafts}, {plan.dtype}, {split}{adp}; --dry-run checks the rest); "
+                f"build with `--target {self.name}` where such a GPU is, or with {INSTEAD}, and "
+                "`--compute-capability sm100` for GPUs elsewhere"
             )
 
     def lacks(self, plan: "Plan") -> Iterator[str]:

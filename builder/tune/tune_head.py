@@ -18,7 +18,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import identity
-from mtpbuild.builder.compiler.job import Job, prepare
+from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
 from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
@@ -177,7 +177,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
         raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
     lr = LR / job.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
-    [fingerprint] = job.fingerprints.values()
+    [fingerprint] = take_fingerprints(job).fingerprints.values()
     read = [identity(request.data), request.max_tokens, request.held_out]
     return job, how, json.dumps([fingerprint, read, asdict(how)])
 

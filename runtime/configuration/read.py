@@ -21,6 +21,7 @@ from mtpbuild.runtime.configuration.settings import (
 from mtpbuild.runtime.errors import UsageError, advise_needing
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
+COUNTS = ("num_speculative_tokens", "num-speculative-tokens")  # vLLM's, not TensorRT-LLM's
 SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
 
 
@@ -32,9 +33,14 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
 
 
 def parse_llm_yaml(path: Path) -> dict[str, Any]:
-    """Read TensorRT-LLM's YAML file; a UsageError names a wrong key and what its value must be."""
+    """Read a YAML file of TensorRT-LLM, or of vLLM, whose keys have dashes.
+
+    A UsageError names a wrong key and what its value must be.
+    """
     where = f"{YAML_FLAG} {path}"
-    return join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
+    found = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
+    check_synthetic_settings(found, where)
+    return found
 
 
 def _read_json(text: str, where: str) -> object:
@@ -108,24 +114,36 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
     for key, value in given.items():
         if not isinstance(key, str):
             raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
-        name, known = f"{where}: {key}", table.get(key)
+        name, known = f"{where}: {key}", table.get(key.replace("-", "_"))  # vLLM's YAML has dashes
         if known is None:
             raise UsageError(f"{where}: unknown key {key!r}{_suggest_nearest(key, table)}")
         if isinstance(known, tables.Methods):
             yield from check_method(known.ours if value is None else value, known, name)
         elif isinstance(known, Mapping):
+            names = value if isinstance(value, dict) else ()
+            if "decoding_type" not in names and {"method", *COUNTS} & {*names}:
+                known = tables.VLLM
             yield from read_keys(value, known, name) if value is not None else ()
         elif not known.setting and not known.refused:
+            for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
+                if own := known.inside.get(str(part).replace("-", "_")):
+                    yield from read_value(inner, own, f"{name}: {part}".removesuffix(": "))
             yield NOTES, name, (f"{name}: no effect{known.instead and f'; {known.instead}'}",)
-        elif value is None or (type(value) is int and value in known.idle):
-            continue
-        elif known.true:
-            yield known.setting, name, known.true if checked(check_bool, value, name) else None
-        elif known.setting:
-            yield known.setting, name, checked(CHECKS[known.setting], value, name)
-        elif value:
-            line = f"{name} {shorten(value)} is not supported by this version"
-            raise UsageError(f"{line}; {known.refused}: leave it out")
+        else:
+            yield from read_value(value, known, name)
+
+
+def read_value(value: Any, known: tables.Key, name: str) -> Iterator[Given]:
+    """Yield the setting of one key; raise UsageError for a value that can't be."""
+    if value is None or (type(value) in (int, str) and value in known.idle):
+        return
+    if known.true:
+        yield known.setting, name, known.true if checked(check_bool, value, name) else None
+    elif known.setting:
+        yield known.setting, name, checked(CHECKS[known.setting], value, name)
+    elif value:
+        line = f"{name} {shorten(value)} is not supported by this version"
+        raise UsageError(f"{line}; {known.refused}: leave it out")
 
 
 def check_method(name: object, methods: tables.Methods, where: str) -> Iterator[Given]:

@@ -1,7 +1,7 @@
 """The keys of vLLM and TensorRT-LLM, each with mtpbuild's setting or the reason for having none."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,8 +11,10 @@ class Key:
     setting: str = ""
     true: str = ""  # the setting's value if the key is a switch and true; false gives no value
     refused: str = ""  # the reason; the key would change results
-    idle: tuple[int, ...] = ()  # values without effect
+    idle: tuple[int | str, ...] = ()  # values without effect
     instead: str = ""  # advice, if the key has no effect
+    # Of a key without effect: what its object must not ask for; "" is the value if it is no object.
+    inside: Mapping[str, "Key"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ CHAIN = Key(refused="each step verifies one chain of nextn drafts")
 FIXED = Key(refused="nextn is fixed when the engine is built")
 RANKS = Key(refused="ranks share a model by --tp, --ep and --attention-dp alone", idle=(1, -1))
 TOKENS = Key(refused="a step runs no Python: use penalties, --json-schema or structured outputs")
+CACHES = Key(refused="caches have the type that the engine was built with", idle=("auto",))
+WINDOW = Key(refused="attention has the window of the checkpoint")
+SERVED = Key(instead="say it by a flag of mtpbuild serve")
 WEIGHTS = Key(refused="the checkpoint runs as it is")
 
 # Names, separated by blanks. Keys in *_IGNORED are accepted and have no effect.
@@ -65,13 +70,16 @@ TRTLLM_IGNORED = """allreduce_strategy attention_dp_config attn_backend autotune
     enable_lm_head_tp_in_adp enable_min_latency enable_mixed_sampler enable_trtllm_sampler
     fail_fast_on_attention_window_too_large force_dynamic_quantization
     garbage_collection_gen0_threshold gather_generation_logits generation_config gpus_per_node
-    iter_perf_stats_interval iter_stats_max_iterations kv_cache_config kv_cache_dtype load_format
+    iter_perf_stats_interval iter_stats_max_iterations load_format
     max_stats_len mixed_sampler moe_backend moe_config moe_load_balancer moe_max_num_tokens
     num_postprocess_workers nvfp4_gemm_config perf_metrics_max_requests postprocess_tokenizer_dir
     pp_partition print_iter_log pytorch_backend_config ray_worker_extension_cls reasoning_parser
     request_stats_max_iterations return_perf_metrics revision sampler_type scheduler_config
     skip_tokenizer_init stream_interval telemetry_config tokenizer_mode tokenizer_revision
     torch_compile_config trust_remote_code use_cuda_graph"""
+VLLM_FILE_IGNORED = """block_size compilation_config disable_log_requests disable_log_stats
+    enable_auto_tool_choice enable_prefix_caching enforce_eager gpu_memory_utilization
+    max_logprobs quantization seed swap_space task uvicorn_log_level"""
 
 MTP = Methods("MTP", TRTLLM_METHODS.split(), [])
 VLLM: Table = {  # vLLM's --speculative-config
@@ -99,8 +107,8 @@ SPECULATIVE: Table = {  # TensorRT-LLM's speculative_config
     **repeat_entry("speculative_model speculative_model_dir", MODULES),
     **repeat_entry(SPECULATIVE_IGNORED, Key()),
 }
-TRTLLM: Table = {  # TensorRT-LLM's YAML file
-    "speculative_config": SPECULATIVE,
+TRTLLM: Table = {  # the YAML file of TensorRT-LLM, or vLLM's
+    "speculative_config": SPECULATIVE,  # or VLLM
     "tensor_parallel_size": Key("tp"),
     "moe_expert_parallel_size": Key("ep", idle=(-1,)),
     "moe_tensor_parallel_size": Key("moe_tp", idle=(-1,)),
@@ -112,10 +120,19 @@ TRTLLM: Table = {  # TensorRT-LLM's YAML file
     "max_beam_width": Key(refused="a request has one continuation", idle=(1,)),
     "enable_chunked_prefill": Key(instead="prefill is always chunked, see --prefill-chunk"),
     "guided_decoding_backend": Key(instead="llguidance follows every grammar"),
-    "max_batch_size": Key(instead="use --max-batch"),
-    **repeat_entry("max_input_len max_seq_len", Key(instead="use --max-seq-len")),
-    "max_num_tokens": Key(instead="use --prefill-chunk"),
+    **repeat_entry("max_batch_size max_num_seqs", Key(instead="use --max-batch")),
+    **repeat_entry("max_input_len max_model_len max_seq_len", Key(instead="use --max-seq-len")),
+    **repeat_entry("max_num_batched_tokens max_num_tokens", Key(instead="use --prefill-chunk")),
     "model": Key(instead="use --model"),
     "tokenizer": Key(instead="the checkpoint's is taken"),
-    **repeat_entry(TRTLLM_IGNORED, Key()),
+    "kv_cache_config": Key(
+        inside={
+            **repeat_entry("dtype mamba_ssm_cache_dtype", CACHES),
+            **repeat_entry("max_attention_window sink_token_length", WINDOW),
+        }
+    ),
+    "kv_cache_dtype": Key(inside={"": CACHES}),
+    **repeat_entry("data_parallel_size enable_expert_parallel", RANKS),
+    **repeat_entry("api_key chat_template host port served_model_name tool_call_parser", SERVED),
+    **repeat_entry(f"{TRTLLM_IGNORED} {VLLM_FILE_IGNORED}", Key()),
 }

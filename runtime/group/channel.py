@@ -29,6 +29,9 @@ from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, read_time_lim
 
 # The beginnings of lines that compiled code, gloo and NCCL write to stderr when they throw.
 THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
+# Shares of the time limit: how often an idle rank 0 sends, and after how long a silent rank is
+# given up. A pause shorter than the limit may begin just before a message was due.
+KEEP_ALIVE, GRACE = 0.25, 1.5
 HEAD = 512  # bytes of the first broadcast; a longer message follows in a second broadcast
 
 
@@ -41,7 +44,7 @@ class Channel:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, read_time_limit()
-        self.patience = max(self.limit, SECONDS)  # until all ranks have loaded, then the limit
+        self.patience = GRACE * max(self.limit, SECONDS)  # until all ranks have loaded
         self.failure: str | None = None
         self.leaving: list[Callable[[], None]] = []  # called in reverse before the group is left
         self.digest = 0  # CRC-32 of this rank's tokens of the last step
@@ -50,7 +53,7 @@ class Channel:
         self._joined = not dist.is_initialized()
         try:
             with self.unbroken():
-                self._join(timedelta(seconds=self.limit))
+                self._join(timedelta(seconds=GRACE * self.limit))
         except BaseException:
             self._leave()
             raise
@@ -59,7 +62,7 @@ class Channel:
         """Wait until all ranks have loaded; from then on the time limit applies."""
         with self.unbroken():
             dist.barrier()
-        self.patience = self.limit
+        self.patience = GRACE * self.limit
         if self.rank == 0:
             threading.Thread(target=self._keep_alive, daemon=True).start()
 
@@ -143,14 +146,14 @@ class Channel:
                 timeout=meeting,
             )
         # Separate groups for messages, for programs and for `gather`. gloo would mix up messages
-        # that two threads send in one group. Programs hold the GIL during collectives, so their
-        # group must not get tensors of Python: its threads would need the GIL to free these.
+        # that two threads send in one group.
         for _ in range(3):
             group = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(group, dist.ProcessGroup)
             self._groups.append(group)
         dist.barrier(self._groups[0])  # from here on the group is complete, even if a rank fails
-        use_in_programs(self._groups[1])
+        self._sums = YieldingGroup(self._groups[1])  # torch's registry does not keep it alive
+        use_in_programs(self._sums)
 
     def _leave(self) -> None:
         """Leave the groups that this channel has joined, but not a default group of the caller."""
@@ -165,7 +168,7 @@ class Channel:
     def _describe_failure(self, error: BaseException) -> str:
         what, reason = take_first_line(error), str(error)
         if re.search("timed out|timeout", reason, re.IGNORECASE):
-            what = f"another rank has not answered for {self.patience:g} s"
+            what = f"another rank has not answered for {self.patience / GRACE:g} s"
         elif "gloo" in reason:
             what = "another rank is gone"
         return f"rank {self.rank} of {self.ranks}: {what}"
@@ -177,8 +180,26 @@ class Channel:
 
     def _keep_alive(self) -> None:
         with contextlib.suppress(RankError):  # the next call raises the error again
-            while not self._closed.wait(self.limit / 4):
+            while not self._closed.wait(KEEP_ALIVE * self.limit):
                 self.broadcast(_encode(["wait", None]))  # no digest: a step may be running
+
+
+class YieldingGroup(dist.ProcessGroup):
+    """The sums of compiled programs, which let other threads run while they wait.
+
+    A program holds the GIL from its start to its end. If it waited for a paused rank inside, the
+    server and the keep-alive messages would stand still, and so would a thread that is to wake
+    that rank. A call from Python waits without the GIL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # not in the stub
+        self._group = group
+
+    def allreduce(self, *arguments: Any) -> Any:
+        work = self._group.allreduce(*arguments)
+        work.wait()
+        return work
 
 
 def use_in_programs(group: dist.ProcessGroup) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
-from mtpbuild.runtime.group.channel import Channel, silence, use_in_programs
+from mtpbuild.runtime.group.channel import GRACE, Channel, silence, use_in_programs
 from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.threads import start_daemon
 
@@ -78,7 +78,7 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
     """
     with channel.unbroken(), environment(SETTINGS):
         dist.barrier()  # fails here if a rank found no GPU; NCCL would wait for it
-        peers = make_peers(gpu.device, channel.limit)
+        peers = make_peers(gpu.device, GRACE * channel.limit)
         channel.leaving.append(peers.abort)
         use_in_programs(peers.group)
         alive = watch(channel, peers)

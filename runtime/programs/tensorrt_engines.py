@@ -1,6 +1,6 @@
 """TensorRT programs of an engine: all state stays on the GPU, a decode step is one launch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -111,8 +111,12 @@ class CompiledProgram:
         if not self._context.set_input_shape(name, shape):
             raise self._make_error(f"takes no {name} of {list(shape)}")
 
-    def join(self, communicator: object) -> None:
-        """Set the NCCL communicator, a PyCapsule, for the program's collectives."""
+    def join(self, device: Device, communicator: object) -> None:
+        """Set the NCCL communicator, a PyCapsule, for the program's collectives.
+
+        TensorRT does this with all other ranks together, so it waits for them.
+        """
+        device.use()
         if not self._context.set_communicator(communicator):
             raise self._make_error("refuses NCCL's communicator")
 
@@ -138,9 +142,9 @@ class TensorRtPrograms(DeviceSlots):
         manifest: Manifest,
         trt: ModuleType,
         device: Device,
-        communicator: object = None,
+        connect: Callable[[Collection["CompiledProgram"]], None] = lambda programs: None,
     ) -> None:
-        """communicator: NCCL's, a PyCapsule, if several ranks share the model."""
+        """connect: connects the loaded programs with those of other ranks, if there are any."""
         super().__init__(manifest, device)
         self._device, specs = device, manifest.programs
         self._after = _allocate_like(device, self._carries[0])  # a step's new state
@@ -160,10 +164,10 @@ class TensorRtPrograms(DeviceSlots):
             for name, spec in specs.items()
         }
         scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
-        for name, program in self._compiled.items():
+        for program in self._compiled.values():
             program.share(scratch)
-            if communicator is not None:
-                program.join(communicator)
+        connect(self._compiled.values())
+        for name, program in self._compiled.items():
             prompt = self._prompt | name_outputs(self._filled) | self._find_caches(0)
             own = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)

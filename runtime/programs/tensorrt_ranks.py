@@ -1,21 +1,23 @@
 """TensorRT programs of one of several ranks, whose GPUs NCCL connects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group.channel import Channel, silence
 from mtpbuild.runtime.group.communicator import join
-from mtpbuild.runtime.group.nccl import watch
+from mtpbuild.runtime.group.nccl import run_within, watch
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.slots import name_outputs
-from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
+from mtpbuild.runtime.programs.tensorrt_engines import CompiledProgram, TensorRtPrograms
 
 
 class TensorRtRankPrograms(TensorRtPrograms):
@@ -36,7 +38,17 @@ class TensorRtRankPrograms(TensorRtPrograms):
     ) -> None:
         self._channel, self._peers = channel, join(device, channel, library)
         with channel.unbroken(), silence:
-            super().__init__(folder, manifest, trt, device, self._peers.capsule)
+            super().__init__(folder, manifest, trt, device, self._connect)
+
+    def _connect(self, programs: Collection[CompiledProgram]) -> None:
+        """Set each program's communicator, once all ranks have loaded and within the time limit.
+
+        TensorRT has no limit for this: a rank that failed to load would leave the others waiting.
+        """
+        dist.barrier()  # fails here if another rank could not load
+        for program in programs:
+            join_program = partial(program.join, self._device, self._peers.capsule)
+            run_within(self._channel.patience, join_program)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         with self._channel.unbroken(), silence:

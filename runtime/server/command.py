@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from typer import Option
 
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
+from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
+from mtpbuild.runtime.configuration.settings import check_engine, read_sampling_settings
 from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, advise_needing
 from mtpbuild.runtime.flag_groups import flag, group_flags
@@ -49,6 +51,10 @@ def serve(
     log_requests: bool = flag(False, "Log prompts."),
     no_access_log: bool = flag(False, "Log no line for each request."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
+    config: Path | None = flag(None, "vLLM's or TensorRT-LLM's YAML file (docs/configuration.md)."),
+    tensor_parallel_size: int | None = flag(
+        None, "Ranks that share the model; the engine must have been built for as many."
+    ),
 ) -> None:
     """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
     with advise_needing("`mtpbuild serve` needs", "serve"):
@@ -67,6 +73,12 @@ def serve(
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
     # Reading the manifests fails before listening if a folder is not an engine.
     engines = read_engines(engine, own.served_model_name)
+    given = [("tp", "--tensor-parallel-size", tensor_parallel_size)]
+    configured = read_flags(CompatFlags(config=config), also=given)
+    if read_sampling_settings(configured):
+        print("note: acceptance is chosen per request: let clients ask for it", file=sys.stderr)
+    for _, manifest in engines.values():
+        check_engine(configured, manifest.build)
     on_demand = len(engines) > 1 or keep is not None
     seconds = parse_keep(keep or "10m")
     settings = ServerOptions(

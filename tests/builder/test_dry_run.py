@@ -1,6 +1,7 @@
 """`mtpbuild build --dry-run`: refuses what a build refuses, foretells its sizes, writes nothing."""
 
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,25 +13,30 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
+from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.compiler import build as build_module
+from mtpbuild.builder.compiler import job
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
 from mtpbuild.builder.measure import host
 from mtpbuild.builder.measure.host import Disk
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
-from mtpbuild.runtime.errors import BuildError, advise_install
+from mtpbuild.runtime.errors import BuildError, CheckpointError, advise_install
 from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.safetensors_header import read_header
 from tests.support.checkpoints import SMALLEST, random_checkpoint
+from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
 from tests.support.opened import opened
 from tests.support.requests import build_request
@@ -50,12 +56,55 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     _, _, start = read_header(out / WEIGHTS)
     assert foreseen.weights == built.manifest.files[WEIGHTS].size - start
     assert foreseen.folder == out
-    assert (foreseen.plan.drafter, foreseen.unchanged) == (built.manifest.build.drafter, False)
+    assert (foreseen.plan.drafter, foreseen.new) == (built.manifest.build.drafter, True)
     assert done.model.table.parameters == built.manifest.model.parameters
     (again,) = dry_run(request, Stages()).engines
-    assert again.unchanged
-    assert (bool(foreseen.graphs), again.graphs) == (True, {})
+    assert again == replace(foreseen, new=False), "a build compares it by its fingerprint"
+    assert foreseen.graphs
     assert dry_run(replace(request, force=True), Stages()).engines == done.engines
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_needs_no_hash(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run, and refusals: by the machine and by the checkpoint. An engine is compared."""
+
+    def refuse_to_hash(folder: Path, watch: object) -> dict[str, str]:
+        raise AssertionError(f"{folder} is hashed")
+
+    request = build_request(smallest, nextn=(1,), out=tmp_path / "engine")
+    build(request)
+    monkeypatch.setattr(job, "hash_files", refuse_to_hash)
+    dry_run(request, Stages())
+    for refused in (request, build_request(smallest, nextn=(0,), out=tmp_path / "new")):
+        with pytest.raises(AssertionError, match="is hashed"):
+            build(refused)
+    broken = shutil.copytree(smallest, tmp_path / "broken")
+    tensors = load_file(broken / SINGLE)
+    del tensors["lm_head.weight"]
+    save_file(tensors, broken / SINGLE)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+        build(build_request(broken, nextn=(0,), out=tmp_path / "new"))
+
+    def check_machine(plan: Plan) -> None:
+        raise BuildError("no compiler")
+
+    refusing = quick_target("onnxruntime", check_machine=check_machine)
+    with refusing, pytest.raises(BuildError, match="no compiler"):
+        build(build_request(smallest, nextn=(0,), out=tmp_path / "new"))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_stages(smallest: Path, tmp_path: Path) -> None:
+    """Hashes are a stage with a name, its progress and its time; what is there needs no others."""
+    told, stages = list[str](), Stages()
+    request = build_request(smallest, nextn=(1,), out=tmp_path / "engine")
+    build(request, Stages(told.append))
+    assert told[:3] == ["load compiler", "check checkpoint", "fingerprint"]
+    assert told[3].startswith("fingerprint: file 1 of ")
+    build(request, stages)
+    assert [*stages.seconds] == ["fingerprint"]
 
 
 @pytest.mark.usefixtures("quick")

@@ -6,9 +6,19 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
-from mtpbuild.builder.compiler.fingerprint import EVERY, SAMPLE, SMALL, identity
+from mtpbuild.builder.compiler import fingerprint as module
+from mtpbuild.builder.compiler.fingerprint import (
+    EVERY,
+    SAMPLE,
+    SMALL,
+    WHOLE,
+    hash_files,
+    identity,
+)
 
 
 def holes(path: Path, header: object, size: int) -> int:
@@ -27,33 +37,85 @@ def write_at(path: Path, place: int, data: bytes) -> None:
 
 
 def test_a_large_file_is_known_by_its_tensors(tmp_path: Path) -> None:
-    """Any byte of a small tensor counts; of a large one at least 4 KB in any 64 KB do."""
-    path, large = tmp_path / "model.safetensors", SMALL + 3 * EVERY + 5
-    ends = [0, SMALL, SMALL + large, SMALL + large + 70_000]
+    """The header and small tensors count whole; of a large one 4 KB in any MiB do."""
+    path, large = tmp_path / "model.safetensors", 3 * EVERY + 5
+    ends = [0, WHOLE, WHOLE + large, WHOLE + large + WHOLE + 1, WHOLE + large + WHOLE + 3]
     header = {
         name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-        for name, (begin, end) in zip("abc", pairwise(ends), strict=True)
+        for name, (begin, end) in zip("abcd", pairwise(ends), strict=True)
     }
+    header["e"] = {"dtype": "U8", "shape": [0], "data_offsets": [ends[-1], ends[-1]]}
     start = holes(path, header, ends[-1])
     blank = path.read_bytes()
 
     def changed(place: int, count: int = 1) -> bool:
         write_at(path, start + place, b"x" * count)
-        found = identity(path, hash_limit=1 << 20)
+        after = identity(path, hash_limit=1 << 20)
         write_at(path, start + place, b"\0" * count)
-        return found != before
+        return after != before
 
     before = identity(path, hash_limit=1 << 20)
-    small = (0, 5 * SAMPLE + 7, SMALL - 1, SMALL + large, SMALL + large + 65_537, ends[-1] - 1)
+    small = (0, SAMPLE + 7, WHOLE - 1, ends[2], ends[2] + SAMPLE - 1, ends[3], ends[-1] - 1)
     assert all(map(changed, small))
-    assert changed(SMALL, large)
-    windows = (0, 1, SAMPLE, 3 * EVERY + SAMPLE, 123_457, large - EVERY)
-    assert all(changed(SMALL + at, EVERY) for at in windows)
-    assert not changed(SMALL + SAMPLE), "or it is hashed whole"
+    assert changed(WHOLE, large)
+    windows = (0, 1, SAMPLE, EVERY + SAMPLE, 123_457, large - EVERY)
+    assert all(changed(WHOLE + at, EVERY) for at in windows)
+    assert not changed(WHOLE + SAMPLE), "or it is hashed whole"
     write_at(path, 9, b"A")  # a name in the header
     assert identity(path, hash_limit=1 << 20) != before
     write_at(path, 9, blank[9:10])
     assert identity(path, hash_limit=1 << 20) == before
+
+
+def test_what_is_read_of_a_large_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Headers and small files whole, a sample a MiB and a tensor; each file is told of."""
+    size, tensors = 2 * EVERY, 8
+    header = {
+        f"expert.{n}": {"dtype": "U8", "shape": [size], "data_offsets": [n * size, (n + 1) * size]}
+        for n in range(tensors)
+    }
+    read, told, start = list[int](), list[str](), 0
+    for number in (1, 2):
+        start += holes(tmp_path / f"model-0000{number}-of-00002.safetensors", header, 8 * size)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(module, "HASH_LIMIT", tensors * size)  # both together are larger
+    monkeypatch.setattr(module, "SMALL", 1 << 20)
+    pread = os.pread
+
+    def note(file: int, count: int, at: int) -> bytes:
+        read.append(count)
+        return pread(file, count, at)
+
+    monkeypatch.setattr(os, "pread", note)
+    before = hash_files(tmp_path, told.append)
+    assert sum(read) == start + 2 * tensors * 3 * SAMPLE
+    assert [line.partition(",")[0] for line in told] == [
+        f"fingerprint: file {number} of 3" for number in (1, 2, 3)
+    ]
+    (tmp_path / "config.json").write_text("[]")
+    after = hash_files(tmp_path)
+    assert [name for name in before if before[name] != after[name]] == ["config.json"]
+
+
+def test_a_large_gguf_is_known_by_each_tensor(tmp_path: Path) -> None:
+    """Its small tensors count, too, wherever they lie."""
+    path, norm = tmp_path / "m.gguf", np.arange(99, dtype=np.float32)
+    writer = gguf.GGUFWriter(path, "qwen3")
+    for name, tensor in (("a", np.zeros((600, 500), np.float32)), ("b", norm)):
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    seen, blank = {identity(path, hash_limit=1 << 10)}, path.read_bytes()
+    place = blank.rindex(norm.tobytes())
+    for at in (place, place + norm.nbytes - 1, blank.index(b"qwen3")):
+        write_at(path, at, b"x")
+        seen.add(identity(path, hash_limit=1 << 10))
+        write_at(path, at, blank[at : at + 1])
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(
@@ -72,7 +134,7 @@ def test_a_large_file_without_a_header_of_tensors(header: object, tmp_path: Path
     path = tmp_path / "model.safetensors"
     start = holes(path, header, 2 * SMALL)
     before = identity(path, hash_limit=1 << 20)
-    for place in (0, 3 * EVERY + SAMPLE, 2 * SMALL - EVERY):
+    for place in (0, SMALL + SAMPLE, 2 * SMALL - EVERY):
         write_at(path, start + place, b"x" * EVERY)
         assert identity(path, hash_limit=1 << 20) != before
         write_at(path, start + place, b"\0" * EVERY)
@@ -95,7 +157,7 @@ def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
     os.utime(copy / file.name, (1, 1))
     assert of(copy) == first
     seen = {first}
-    for place in (0, EVERY - 1, 2 * (EVERY - SAMPLE), size - 1):
+    for place in (0, SMALL - 1, SMALL + EVERY - SAMPLE, SMALL + 2 * (EVERY - SAMPLE)):
         with file.open("r+b") as opened:
             opened.seek(place)
             opened.write(b"x")

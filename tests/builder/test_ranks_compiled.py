@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,10 +18,20 @@ import pytest
 
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.threads import start_daemon
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder
 from tests.support.inductor_engines import compiled_soon
-from tests.support.rank_engines import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
+from tests.support.rank_engines import (
+    CHUNK,
+    GREEDY,
+    HOT,
+    NEXTN,
+    RELAXED,
+    SHAPE,
+    followers,
+    running,
+)
 
 pytestmark = [
     pytest.mark.full,
@@ -98,6 +110,28 @@ def test_torchrun(make: Callable[..., Path]) -> None:
     )
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["token_ids"] == wanted
+
+
+def test_short_pauses(make: Callable[..., Path]) -> None:
+    """A rank that is paused while steps run, and goes on, is waited for.
+
+    A thread of rank 0's process lets it go on, so the programs there must not stop all threads.
+    """
+    busy = replace(GREEDY, max_tokens=100)
+    with running(make(drafter="mtp-vanilla", tp=2, ep=1)) as loaded:
+        wanted, (follower,) = loaded.generate(prompts()[0], busy).token_ids, followers()
+
+        def pause() -> None:
+            for _ in range(6):
+                os.kill(follower, signal.SIGSTOP)
+                time.sleep(0.2)
+                os.kill(follower, signal.SIGCONT)
+                time.sleep(0.05)
+
+        pauses = start_daemon(pause)
+        while not pauses.done():
+            assert loaded.generate(prompts()[0], busy).token_ids == wanted
+        assert loaded.failure is None
 
 
 GATHER = """

@@ -256,7 +256,7 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
         unbroken=contextlib.nullcontext, limit=7.0, patience=7.0, leaving=[], failure=None
     )
     peers = connect(gpu, channel)
-    assert made == [("nccl", timedelta(seconds=7))]
+    assert made == [("nccl", timedelta(seconds=10.5))]
     assert seen == [SETTINGS, SETTINGS], "also at the first sum, where NCCL reads its own"
     assert SETTINGS["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"

@@ -59,6 +59,7 @@ pytestmark = [
 ]
 NEXTN, COUNT = 3, 12
 STEPS = ("--prefill-chunk", "4", "--max-seq-len", "100")  # as SMALL_STEPS
+APART = ("--tp", "8", "--target", "tensorrt", "--rank")
 IN_STEPS = ("_a_layernorm.weight", ".w_uk", ".w_uv", ".e_score_correction_bias")
 
 
@@ -294,7 +295,7 @@ def test_eight_ranks(trt: FakeDataCentre, r1: Path, engine: Path, tmp_path: Path
         one_rank(r1, NEXTN, tmp_path / "own"), PROMPT, COUNT
     )
     for rank in range(8):
-        code, _, err = headline(r1, tmp_path / "apart", "--tp", "8", "--rank", str(rank))
+        code, _, err = headline(r1, tmp_path / "apart", *APART, str(rank))
         assert (code, err) == (0, "")
         mine, other = (tmp_path / name / f"rank{rank}" for name in ("apart", "eight"))
         for path in mine.glob("*.engine"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["preflight", "kernels", "rooflines", "tiny", "slice", "nccl"]
+NAMES = ["preflight", "kernels", "rooflines", "tiny", "slice", "nccl", "tensorrt"]
 NO_GPU, ON_CPU = "skipped: no GPU", "on the CPU alone"
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -52,7 +52,7 @@ def test_smoke(tmp_path: Path) -> None:
     parts = [what.partition(" T ")[0] for what in rows["slice"]]
     assert parts[:4] == ["R1 dense layer", "R1 MoE layer", "R1 head", "R1 acceptance"]
     assert rows["slice"][-1] == "R1 slice nextn 2, eager"
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 6 + [".txt"] * 5
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 7 + [".txt"] * 5
 
 
 @pytest.fixture
@@ -128,6 +128,7 @@ def test_rows_of_tests(script: ModuleType, tmp_path: Path) -> None:
         <testcase name="test_c[fp8]"><skipped message="from sm_89 on"/></testcase>
         <testcase name="test_c[bf16]"/>
         <testcase name="test_d"/>
+        <testcase name="test_f"><skipped message="target tensorrt needs tensorrt"/></testcase>
         <testcase name="test_e"><error message="no fixture"/></testcase>
         </testsuite></testsuites>"""
     )
@@ -138,6 +139,10 @@ def test_rows_of_tests(script: ModuleType, tmp_path: Path) -> None:
         "test_c": ("skipped: from sm_89 on", "1 skipped: from sm_89 on, 1 passed"),
         "test_d": ("passed", "1 passed"),
         "test_e": ("failed", "1 failed: no fixture"),
+        "test_f": (
+            "skipped: target tensorrt needs tensorrt",
+            "1 skipped: target tensorrt needs tensorrt",
+        ),
     }
     assert script.tested(tmp_path / "none.xml") == []
 
@@ -149,7 +154,7 @@ def test_an_unknown_name() -> None:
     assert done.stderr == f"speed: expected any of {', '.join(NAMES)}\n"
 
 
-@pytest.mark.parametrize(("status", "run"), [("failed", 1), ("passed", 6)])
+@pytest.mark.parametrize(("status", "run"), [("failed", 1), ("passed", 7)])
 def test_a_failed_preflight_ends_the_run(
     status: str, run: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from mtpbuild.plugins.launch import AOT_SHARED
-from mtpbuild.plugins.ptx import compile_launch
+from mtpbuild.plugins.matmul_scaled.triton import product_launch
+from mtpbuild.plugins.ptx import compile_kernel, compile_launch, signature_of
 from tests.support.compiling import run
 from tests.support.kernel_launches import ARCHITECTURES, SHAPES, launches
 
@@ -191,3 +193,28 @@ def test_launches_are_checked_against_their_kernel() -> None:
         signature_of(replace(launch, sizes=(1, 2)))
     with pytest.raises(KeyError):
         signature_of(replace(launch, outputs=(torch.empty(1, dtype=torch.float64),)))
+
+
+def test_what_is_known_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and caches lie at multiples of 16; TensorRT promises it of no other tensor."""
+    import triton
+
+    attributes = dict[str, set[str]]()
+
+    def note(source: Any, **how: Any) -> None:
+        names = list(source.signature)
+        attributes[source.name] = {names[i] for (i,) in source.attrs}
+        raise KeyError
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(triton, "compile", note)
+    launch = product_launch(torch.empty(4, 64), torch.empty(64, 32))
+    signature, constants = signature_of(launch)
+    plain = partial(compile_kernel, launch, 80, signature, constants)
+    for compiling, names in (
+        (partial(compile_launch, launch, 80), {"values"}),
+        (plain, {"x", "values", "parts"}),
+    ):
+        with pytest.raises(KeyError):
+            compiling()
+        assert attributes["scaled_product"] == names

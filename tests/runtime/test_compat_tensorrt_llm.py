@@ -87,6 +87,9 @@ def refused_yaml(folder: Path, text: str) -> str:
         ("tensor_parallel_size: 8\nmoe_expert_parallel_size: 4\nmoe_tensor_parallel_size: 2\n"
          "enable_attention_dp: true\n", {"tp": 8, "ep": 4, "moe_tp": 2, "attention_dp": True}),
         ("max_beam_width: 1\nlora_config: {}\nenable_lora: false\n", {}),
+        ("speculative-config: {method: mtp, num-speculative-tokens: 3}\n"
+         "tensor-parallel-size: 8\ndata-parallel-size: 1\n", {"nextn": 3, "tp": 8}),
+        ("speculative_config: {num_speculative_tokens: 2}", {"nextn": 2}),
     ],
 )  # fmt: skip
 def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> None:
@@ -110,8 +113,18 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
         ("use_cuda_graph: true\nuse_cuda_graph: false", "given twice, again in line 2"),
         (MTP + "relaxed_topk: 1, relaxed_topk: 2}", "'relaxed_topk' is given twice, again in "),
         ("kv_cache_confg: {}", "unknown key 'kv_cache_confg'; did you mean 'kv_cache_config'?"),
-        ("speculative-config: {}",
-         "unknown key 'speculative-config'; did you mean 'speculative_config'?"),
+        ("speculative-confg: {}",
+         "unknown key 'speculative-confg'; did you mean 'speculative_config'?"),
+        ("kv_cache_config: {enable_block_reuse: true, dtype: fp8}",
+         "kv_cache_config: dtype fp8 is not supported by this version; caches have the type that "
+         "the engine was built with: leave it out"),
+        ("kv-cache-config: {mamba-ssm-cache-dtype: float16}", ": mamba-ssm-cache-dtype float16 is"),
+        ("kv_cache_config: {max_attention_window: [4096]}", "max_attention_window [4096] is not"),
+        ("kv_cache_config: {sink_token_length: 4}", "sink_token_length 4 is not supported by"),
+        ("kv-cache-dtype: fp8_e4m3", "kv-cache-dtype fp8_e4m3 is not supported by this version"),
+        ("data-parallel-size: 2", "data-parallel-size 2 is not supported by this version"),
+        ("speculative-config: {method: ngram, num_speculative_tokens: 2}",
+         "speculative-config: method: 'ngram' is not supported by mtpbuild; supported: mtp"),
         ("zzz: {}",
          "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
          "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp"),
@@ -176,6 +189,12 @@ def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
          "guided_decoding_backend: no effect; llguidance follows every grammar"),
         ("enable_chunked_prefill: true",
          "enable_chunked_prefill: no effect; prefill is always chunked, see --prefill-chunk"),
+        ("kv_cache_config: {dtype: auto, sink_token_length: 0, max_attention_window: null}",
+         "kv_cache_config: no effect"),
+        ("kv-cache-dtype: auto", "kv-cache-dtype: no effect"),
+        ("max-model-len: 8192", "max-model-len: no effect; use --max-seq-len"),
+        ("served-model-name: r1",
+         "served-model-name: no effect; say it by a flag of mtpbuild serve"),
         ("max_batch_size: 8", "max_batch_size: no effect; use --max-batch"),
         ("max_input_len: 8", "max_input_len: no effect; use --max-seq-len"),
         ("max_num_tokens: 8", "max_num_tokens: no effect; use --prefill-chunk"),

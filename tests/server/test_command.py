@@ -28,6 +28,14 @@ from tests.support.invoke import invoke, options
             "--tool-call-parser x: one of deepseek_v3, deepseek_v31, deepseek_v32",
         ),
         ("--api-key nowhere", "--api-key nowhere: can't be read"),
+        (
+            "--tensor-parallel-size 2",
+            "the configuration asks for tp 2, the engine was built with tp 1",
+        ),
+        (
+            "--config {engine}/nextn.yaml",
+            "the configuration asks for nextn 5, the engine was built",
+        ),
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
         ("--keep soon", "--keep soon: a time such as 90s, 10m, 1h, 0 or -1"),
         ("--engine {engine}", "two engines are called fake: give --engine NAME=FOLDER"),
@@ -41,6 +49,9 @@ def test_one_line(flags: str, says: str, tmp_path: Path) -> None:
     engine.mkdir()
     if flags:
         write_manifest(engine, fake_manifest())
+        (tmp_path / "engine" / "nextn.yaml").write_text(
+            "speculative-config: {method: mtp, num_speculative_tokens: 5}"
+        )
     code, out, err = invoke("serve", "--engine", engine, *flags.format(engine=engine).split())
     assert (code != 0, out) == (True, "")
     assert re.fullmatch(r"error: .*\n", err), err
@@ -84,11 +95,13 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template",
-        "--chunked-prefill-size", "--drain-timeout", "--engine", "--host", "--huge-pages", "--keep",
-        "--log-requests", "--max-body", "--max-queue", "--max-seq-len", "--no-access-log",
+        "--chunked-prefill-size", "--config", "--drain-timeout", "--engine", "--host",
+        "--huge-pages", "--keep", "--log-requests", "--max-body", "--max-queue", "--max-seq-len",
+        "--no-access-log",
         "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
         "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
-        "--served-model-name", "--threads", "--tool-call-parser", "--verify-hashes",
+        "--served-model-name", "--tensor-parallel-size", "--threads", "--tool-call-parser",
+        "--verify-hashes",
     ]  # fmt: skip
 
 

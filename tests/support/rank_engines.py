@@ -59,7 +59,8 @@ def followers() -> list[int]:
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]
-    return [pid for pid in found if b"_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found}
+    return [pid for pid, line in lines.items() if b"_ranks" in line or b".follow" in line]
 
 
 def check_death(
