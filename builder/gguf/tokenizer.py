@@ -63,8 +63,8 @@ def tokenizer_files(file: GgufFile, beside: Path) -> Iterator[tuple[str, str]]:
     flags = {key: keys[AT + key] for key in ("add_bos_token", "add_eos_token") if AT + key in keys}
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
     yield TOKENIZER_CONFIG, json.dumps(config, ensure_ascii=False)
-    if template := keys.get("tokenizer.chat_template"):
-        yield CHAT_TEMPLATE, str(template)
+    if isinstance(template := keys.get("tokenizer.chat_template"), str) and template:
+        yield CHAT_TEMPLATE, template
     yield "generation_config.json", json.dumps(generation(keys))
 
 
