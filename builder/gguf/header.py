@@ -82,7 +82,7 @@ class HeaderBytes:
             raise ValueError(f"an array of {count:,} elements")
         if kind == TEXT:
             return [self.text() for _ in range(count)]
-        letter = _find_letter(kind)
+        letter: Any = _find_letter(kind)
         return memoryview(self.take(count * struct.calcsize(letter))).cast(letter)
 
     def tensor(self) -> TensorInfo:

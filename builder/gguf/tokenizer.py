@@ -58,7 +58,7 @@ def tokenizer_files(file: GgufFile, beside: Path) -> Iterator[tuple[str, str]]:
     named = {
         f"{name}_token": tokens[number]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-        if (number := keys.get(f"{AT}{key}_token_id")) in range(len(tokens))
+        if type(number := keys.get(f"{AT}{key}_token_id")) is int and 0 <= number < len(tokens)
     }
     flags = {key: keys[AT + key] for key in ("add_bos_token", "add_eos_token") if AT + key in keys}
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -75,7 +75,7 @@ def generation(keys: Keys) -> dict[str, Any]:
     if type(bos := keys.get(f"{AT}bos_token_id")) is int:
         found["bos_token_id"] = bos
     for key, name in SAMPLING.items():
-        if type(value := keys.get(f"general.sampling.{key}")) in (int, float):
+        if isinstance(value := keys.get(f"general.sampling.{key}"), int | float):
             found |= {name: round(value, 6), "do_sample": True}
     return found
 
