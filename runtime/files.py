@@ -42,10 +42,10 @@ def check_regular(path: Path, most: int | None = None) -> os.stat_result:
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
-    """Return a UTF-8 text with unchanged line ends."""
-    check_regular(path, most)
+    """Return a UTF-8 text with unchanged line ends, but without a byte order mark."""
+    size = check_regular(path, most).st_size
     with path.open("rb") as file:
-        return file.read(most).decode("utf-8")
+        return file.read(size).decode("utf-8-sig")
 
 
 def read_json(path: Path, most: int = MOST_TEXT) -> Any:

@@ -28,7 +28,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, find_repository_folder
-from mtpbuild.builder.gguf.container import MAGIC, find_header_end
+from mtpbuild.builder.gguf.container import find_header_end
+from mtpbuild.builder.gguf.header import MAGIC
 from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.errors import CheckpointError, DownloadError
 from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header, read_header

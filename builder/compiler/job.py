@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.generation import GenerationIds, read_generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
+from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files, hash_head_files, identity
 from mtpbuild.builder.compiler.plans import (
     check_flags,
@@ -27,6 +28,8 @@ from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.brought import find_brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT
 from mtpbuild.runtime.contract.manifest import hash_file, list_ranks_here
+from mtpbuild.runtime.errors import CheckpointError, EngineFileError
+from mtpbuild.runtime.text.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
@@ -167,10 +170,25 @@ def check_small_files(
     """Return token ids and plans, after all checks that read only the checkpoint's small files."""
     ids = read_generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
+    check_texts(source.folder, ids, request.chat_template)
     plans = make_plans(request, source, config)
     for out in plans:
         layout.check_place(out, source.name, force=request.force)
     return ids, plans
+
+
+def check_texts(folder: Path, ids: GenerationIds, chat_template: Path | None) -> None:
+    """Raise CheckpointError for files of the tokenizer that the engine could not load.
+
+    chat_template: a file that takes the place of the checkpoint's templates.
+    """
+    try:
+        tokenizer = read_tokenizer(folder, side_files(folder), ids, chat_template)
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            tokenizer.chat_template.check()
+    except EngineFileError as error:
+        why = str(error).removesuffix("; rebuild the engine").removeprefix(f"{folder}/")
+        raise CheckpointError(f"{folder}/{why}") from None
 
 
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:

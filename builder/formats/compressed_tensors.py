@@ -215,7 +215,8 @@ def unpack_stream(words: Tensor, bits: int, count: int, packing: Packing) -> Ten
     if packing is loose:
         each = WORD // bits
         start = at // each * WORD + at % each * bits
-    bytes = torch.nn.functional.pad(words.contiguous().view(torch.uint8), (0, 1))
+    words = words.clone(memory_format=torch.contiguous_format)  # strides of one word may differ
+    bytes = torch.nn.functional.pad(words.view(torch.uint8), (0, 1))
     low, high = bytes[:, start // 8].short(), bytes[:, start // 8 + 1].short()
     return ((low | high << 8) >> (start % 8).short()).bitwise_and_((1 << bits) - 1).byte()
 

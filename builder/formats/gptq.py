@@ -176,7 +176,8 @@ class Gptq(PackedWords):
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Split words [.., C] of int32 into codes of uint8 [.., C, 32 / bits], lowest bits first."""
-    codes = words.contiguous().view(torch.uint8).unflatten(-1, (-1, WORD // 8))[..., None]
+    words = words.clone(memory_format=torch.contiguous_format)  # strides of one word may differ
+    codes = words.view(torch.uint8).unflatten(-1, (-1, WORD // 8))[..., None]
     if bits < 8:
         codes = codes >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
     return codes.flatten(-2)

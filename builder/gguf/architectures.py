@@ -5,18 +5,20 @@ that share a key head are tiled. Here that is undone.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT
 from mtpbuild.builder.gguf.configs import Config, make_latent_reader, read_grouped, read_hybrid
 from mtpbuild.builder.gguf.container import Floats, GgufFile, RawTensor
 from mtpbuild.builder.gguf.mapped import Change, GgufWeight, Order, Tiles
 from mtpbuild.runtime.errors import CheckpointError
 
-BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
 STACK = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.weight")
 UNUSED = ("rope_freqs.weight", ".input_scale")
 TOP = {
@@ -178,7 +180,7 @@ def _map_weight(own: Architecture, name: str, tensor: RawTensor, **order: Any) -
     return GgufWeight(name, shape, (tensor,), change=change, as_floats=as_floats, **order)
 
 
-def _find_tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
+def _find_tiles(file: GgufFile, name: str) -> dict[str, Any]:
     """Return the order of a tensor's value heads, for those that have any."""
     keys, values = file.key("ssm.group_count"), file.key("ssm.time_step_rank")
     if keys == values:
@@ -187,11 +189,11 @@ def _find_tiles(file: GgufFile, name: str) -> dict[str, Order | Tiles]:
     before = 2 * keys * file.key("ssm.state_size")
     match name:
         case "attn_qkv.weight" | "ssm_conv1d.weight":
-            return {"rows": Tiles(keys, repeats, width, before).grouped()}
+            return {"rows": Tiles(keys, repeats, width, before).grouped}
         case "attn_gate.weight":
-            return {"rows": Tiles(keys, repeats, width).grouped()}
+            return {"rows": Tiles(keys, repeats, width).grouped}
         case "ssm_alpha.weight" | "ssm_beta.weight":
-            return {"rows": Tiles(keys, repeats, 1).grouped()}
+            return {"rows": Tiles(keys, repeats, 1).grouped}
         case "ssm_a" | "ssm_dt.bias":
             return {"columns": Tiles(keys, repeats, 1)}
         case "ssm_out.weight":
@@ -209,18 +211,32 @@ def _map_packed(file: GgufFile, at: str, tensors: dict[str, RawTensor]) -> Itera
     qkv, z = tensors.pop("attn_qkv.weight"), tensors.pop("attn_gate.weight")
     keys, width = file.key("ssm.group_count"), file.key("ssm.state_size")
     each = file.key("ssm.inner_size") // keys  # values of a key head
+    _refuse_shape(z, unless=len(qkv.shape) == 2 and z.shape[1:] == qkv.shape[1:])
+    shape = (qkv.shape[0] + z.shape[0], qkv.shape[1])
+    rows = partial(_join_kinds, keys, (width, width, each, each))
+    yield GgufWeight(f"{at}.linear_attn.in_proj_qkvz.weight", shape, (qkv, z), rows=rows)
+
+
+def _join_kinds(keys: int, sizes: Sequence[int]) -> Order:
+    """Return rows that lie kind by kind, in the order of key heads."""
     kinds, start = [], 0
-    for size in (width, width, each, each):
+    for size in sizes:
         kinds.append(start + np.arange(keys * size).reshape(keys, size))
         start += keys * size
-    rows = np.concatenate(kinds, axis=1).ravel()
-    shape = (qkv.shape[0] + z.shape[0], qkv.shape[1])
-    yield GgufWeight(f"{at}.linear_attn.in_proj_qkvz.weight", shape, (qkv, z), rows=rows)
+    return np.concatenate(kinds, axis=1).ravel()
+
+
+def _refuse_shape(tensor: RawTensor, *, unless: bool) -> None:
+    """Raise CheckpointError for a shape from which no weight can be made."""
+    if not unless:
+        shape = [*tensor.shape]
+        raise CheckpointError(f"{tensor.file}: tensor {tensor.name} can't have shape {shape}")
 
 
 def _split_experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]:
     """Yield each expert's weight of a stack; gate and up may be one tensor, the gate first."""
     kinds = ("gate", "up") if kind == "gate_up" else (kind,)
+    _refuse_shape(stack, unless=len(stack.shape) == 3 and stack.shape[0] <= COUNT_LIMIT)
     count, rows = stack.shape[0], stack.shape[1] // len(kinds)
     for e in range(count):
         for i, each in enumerate(kinds):
@@ -231,7 +247,9 @@ def _split_experts(at: str, kind: str, stack: RawTensor) -> Iterator[GgufWeight]
 
 def _join_kv_heads(at: str, keys: RawTensor, values: RawTensor) -> GgufWeight:
     """Return kv_b_proj [heads * (nope + v), latent]; the file has keys transposed in each head."""
+    _refuse_shape(keys, unless=len(keys.shape) == 3)
     heads, rank, nope = keys.shape
+    _refuse_shape(values, unless=len(values.shape) == 3 and values.shape[::2] == (heads, rank))
     shape = (heads * (nope + values.shape[1]), rank)
     return GgufWeight(f"{at}.self_attn.kv_b_proj.weight", shape, (keys, values), change=join_heads)
 

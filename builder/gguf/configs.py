@@ -24,7 +24,7 @@ def read_sizes(file: GgufFile) -> Config:
         "num_hidden_layers": file.layers,
         "num_attention_heads": file.key("attention.head_count"),
         "max_position_embeddings": file.key("context_length"),
-        "rms_norm_eps": file.key("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": file.key("attention.layer_norm_rms_epsilon", kind=float),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": "silu",
     }

@@ -1,6 +1,7 @@
 """The container: the keys of a GGUF file, and where its tensors lie."""
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,16 +12,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.gguf.header import Keys, parse_header
 from mtpbuild.runtime.errors import CheckpointError
 
-MAGIC = b"GGUF"
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-Keys = Mapping[str, Any]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -99,14 +100,35 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        return str(self.keys.get("general.architecture"))
+        return ascii(str(self.keys.get("general.architecture"))[:99])[1:-1]
 
-    def key(self, name: str, default: Any = None) -> Any:
-        """Return a key of the architecture; raise CheckpointError if it is missing."""
-        found = self.keys.get(f"{self.architecture}.{name}", default)
-        if found is None:
+    def key(self, name: str, default: Any = None, kind: type | None = None) -> Any:
+        """Return a key of the architecture; raise CheckpointError if it is missing or unusable.
+
+        kind: the default's type unless given; a key without a default is a positive integer.
+        """
+        kind = kind or (int if default is None else type(default))
+        value = self.keys.get(f"{self.architecture}.{name}", default)
+        if value is None:
             raise CheckpointError(f"{self.path}: no key {self.architecture}.{name}")
-        return found
+        if isinstance(value, memoryview) and kind is list:
+            value = value[:COUNT_LIMIT].tolist()
+        least = 0 if default is not None else 1
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or (kind is int and not least <= value <= SIZE_LIMIT):
+            what = f"an integer of {least}..{SIZE_LIMIT}" if kind is int else f"a {kind.__name__}"
+            raise CheckpointError(
+                f"{self.path}: key {self.architecture}.{name} must be {what}, not "
+                f"{reprlib.repr(value)}"
+            )
+        return value
+
+    def texts(self, name: str) -> list[str] | None:
+        """Return a list of texts; raise CheckpointError if the key has anything else."""
+        value = self.keys.get(name)
+        if value is not None and not isinstance(value, list):
+            raise CheckpointError(f"{self.path}: key {name} is no list of texts")
+        return value
 
     def tensor(self, name: str) -> RawTensor:
         """Return a tensor; raise CheckpointError if it is missing."""
@@ -117,12 +139,19 @@ class GgufFile:
     @property
     def modules(self) -> int:
         """Count the MTP modules by the keys, whether their tensors are there or not."""
-        return int(self.key("nextn_predict_layers", 0))
+        modules: int = self.key("nextn_predict_layers", 0)
+        return modules
 
     @property
     def layers(self) -> int:
         """Count the trunk's layers; MTP modules are blocks after them."""
-        return int(self.key("block_count")) - self.modules
+        count: int = self.key("block_count") - self.modules
+        if not 0 < count <= COUNT_LIMIT or self.modules > COUNT_LIMIT:
+            raise CheckpointError(
+                f"{self.path}: {count} layers and {self.modules} MTP modules, by its keys "
+                "block_count and nextn_predict_layers"
+            )
+        return count
 
 
 def find_own_path(path: Path) -> Path:
@@ -164,50 +193,40 @@ def read_file(path: Path) -> GgufFile:
 
 def find_header_end(path: Path) -> int | None:
     """Return where a file's header ends; None if it can't be read, as it may lack bytes."""
-    with needs("build", "gguf"):
-        from gguf import GGUFReader
     try:
-        return int(GGUFReader(path).data_offset)
-    except Exception:  # whatever zeros in place of a header lead to
+        return parse_header(path).end
+    except CheckpointError:  # whatever zeros in place of a header lead to
         return None
 
 
 @lru_cache(maxsize=4)  # a build reads the header of a file several times
 def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str, RawTensor]]:
-    try:
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
-            if file.read(4).startswith(b"\0\0"):  # of the version, the lowest byte first
-                raise CheckpointError(f"{path}: big-endian; convert it with gguf-convert-endian")
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from None
+    header = parse_header(path)
     with needs("build", "gguf"):
-        from gguf import GGML_QUANT_SIZES, GGUFReader
-    try:
-        reader = GGUFReader(path)
-        keys = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError, MemoryError) as error:
-        why = str(error).partition("\n")[0]
-        if "GGMLQuantizationType" in why:
-            kind = why.partition(" ")[0]
-            raise CheckpointError(f"{path}: {refuse_type(f'number {kind}')}") from None
-        raise CheckpointError(
-            f"{path}: cut off or damaged, so not a readable GGUF file ({why}); resume the download"
-        ) from None
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    kinds = {kind.value: kind for kind in GGMLQuantizationType}
     tensors = dict[str, RawTensor]()
-    for each in reader.tensors:
-        kind, shape = each.tensor_type, tuple(int(n) for n in reversed(each.shape))
-        if kind.name not in READ:
-            raise CheckpointError(f"{path}: {each.name}: {refuse_type(kind.name)}")
+    for info in header.tensors:
+        if info.name in tensors:
+            raise CheckpointError(f"{path}: tensor {info.name} is there twice")
+        kind = kinds.get(info.type)
+        if kind is None or kind.name not in READ:
+            named = f"number {info.type}" if kind is None else kind.name
+            raise CheckpointError(f"{path}: {info.name}: {refuse_type(named)}")
         block, nbytes = GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
+        if info.shape[-1] % block:
             raise CheckpointError(
-                f"{path}: {each.name}: rows of {shape[-1]} are no whole blocks of {kind.name}"
+                f"{path}: {info.name}: rows of {info.shape[-1]} are no whole blocks of {kind.name}"
             )
-        place = int(each.data_offset)
-        tensors[each.name] = RawTensor(path, each.name, kind.name, shape, block, nbytes, place)
-    return keys, tensors
+        place = header.end + info.offset
+        if place + prod(info.shape) // block * nbytes > size:
+            raise CheckpointError(
+                f"{path}: cut off or damaged: it ends within {info.name}; resume the download"
+            )
+        tensors[info.name] = RawTensor(
+            path, info.name, kind.name, info.shape, block, nbytes, place
+        )
+    return header.keys, tensors
 
 
 def refuse_type(kind: str) -> str:

@@ -151,7 +151,7 @@ def make_checkpoint(folder: Path, paths: list[Path], beside: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for source in paths:
             _link(source, folder / source.name)
-        for name, text in dict(_make_files(folder)).items():
+        for name, text in dict(_make_files(folder, beside)).items():
             partial = folder / f"{name}.{os.getpid()}"
             partial.write_text(text, encoding="utf-8")
             partial.replace(folder / name)
@@ -173,11 +173,11 @@ def keep_configuration(folder: Path, name: str) -> Path:
     return kept
 
 
-def _make_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files that are made from the keys."""
+def _make_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files that are made from the keys, but for a tokenizer that is beside."""
     file = read_model(folder)
     yield CONFIG, json.dumps(find_architecture(file).config(file), indent=2)
-    yield from tokenizer_files(file)
+    yield from tokenizer_files(file, beside)
 
 
 def _note_tokenizer(file: GgufFile, beside: Path) -> None:

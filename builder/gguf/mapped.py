@@ -62,7 +62,8 @@ class GgufWeight:
     tensors: tuple[RawTensor, ...]
     expert: int | None = None  # of a stack
     part: slice | None = None  # rows of an expert's tensor
-    rows: Order | None = None  # rows of the file, in the checkpoint's order
+    # The file's rows in the checkpoint's order; called after shapes were checked, as keys tell it.
+    rows: Callable[[], Order] | None = None
     columns: Tiles | None = None
     change: Change | None = None
     as_floats: bool = False  # whether integers are decoded, as kernels would round the inputs
@@ -135,7 +136,7 @@ class GgufWeight:
     def _reorder(self, values: npt.NDArray[Any], unit: int = 1) -> npt.NDArray[Any]:
         """Put rows and columns in the checkpoint's order; unit: columns in a block."""
         if self.rows is not None:
-            values = values[self.rows]
+            values = values[self.rows()]
         if self.columns is not None:
             values = values[:, self.columns.grouped(unit)]
         return np.ascontiguousarray(values)

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from mtpbuild.builder.gguf.container import GgufFile, Keys
+from mtpbuild.builder.gguf.container import GgufFile
+from mtpbuild.builder.gguf.header import Keys
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
@@ -43,35 +45,37 @@ SPLITS: dict[str, tuple[tuple[str, ...], bool]] = {
 SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
-def tokenizer_files(file: GgufFile) -> Iterator[tuple[str, str]]:
-    """Yield the names and texts of the files beside a checkpoint's weights, as far as keys go."""
-    keys = file.keys
-    tokens = keys.get(f"{AT}tokens")
+def tokenizer_files(file: GgufFile, beside: Path) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of the files beside a checkpoint's weights, as far as keys go.
+
+    beside: a folder; no tokenizer is made if it has one.
+    """
+    keys, tokens = file.keys, file.texts(f"{AT}tokens")
     if tokens is None:
         return
-    if (made := make_tokenizer(file)) is not None:
+    if not (beside / TOKENIZER).is_file() and (made := make_tokenizer(file)) is not None:
         yield TOKENIZER, made.to_str()
     named = {
         f"{name}_token": tokens[number]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-        if isinstance(number := keys.get(f"{AT}{key}_token_id"), int) and number < len(tokens)
+        if type(number := keys.get(f"{AT}{key}_token_id")) is int and 0 <= number < len(tokens)
     }
     flags = {key: keys[AT + key] for key in ("add_bos_token", "add_eos_token") if AT + key in keys}
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
     yield TOKENIZER_CONFIG, json.dumps(config, ensure_ascii=False)
-    if template := keys.get("tokenizer.chat_template"):
-        yield CHAT_TEMPLATE, str(template)
+    if isinstance(template := keys.get("tokenizer.chat_template"), str) and template:
+        yield CHAT_TEMPLATE, template
     yield "generation_config.json", json.dumps(generation(keys))
 
 
 def generation(keys: Keys) -> dict[str, Any]:
     """Return the ids that begin and end texts, and the settings that the model's makers advise."""
     ends = (keys.get(f"{AT}{name}_token_id") for name in ("eos", "eot", "eom"))
-    found: dict[str, Any] = {"eos_token_id": [*dict.fromkeys(i for i in ends if i is not None)]}
-    if (bos := keys.get(f"{AT}bos_token_id")) is not None:
+    found: dict[str, Any] = {"eos_token_id": [*dict.fromkeys(i for i in ends if type(i) is int)]}
+    if type(bos := keys.get(f"{AT}bos_token_id")) is int:
         found["bos_token_id"] = bos
     for key, name in SAMPLING.items():
-        if (value := keys.get(f"general.sampling.{key}")) is not None:
+        if isinstance(value := keys.get(f"general.sampling.{key}"), int | float):
             found |= {name: round(value, 6), "do_sample": True}
     return found
 
@@ -82,16 +86,17 @@ def make_tokenizer(file: GgufFile) -> Tokenizer | None:
     split = SPLITS.get(str(keys.get(f"{AT}pre")))
     if keys.get(f"{AT}model") != "gpt2" or split is None or f"{AT}merges" not in keys:
         return None
-    tokens = keys[f"{AT}tokens"]
+    tokens, pairs = file.texts(f"{AT}tokens") or [], file.texts(f"{AT}merges") or []
     types = keys.get(f"{AT}token_type") or [NORMAL] * len(tokens)
-    if len(types) != len(tokens):
+    if not isinstance(types, list | memoryview) or len(types) != len(tokens):
         raise CheckpointError(
-            f"{file.path}: {len(tokens)} tokens have {len(types)} types: put a {TOKENIZER} beside"
+            f"{file.path}: {AT}token_type has no type of each of {len(tokens)} tokens: put a "
+            f"{TOKENIZER} beside"
         )
     patterns, normalised = split
     # Unused tokens, which pad the vocabulary to the embedding's rows, are in no tokenizer.
     kept = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    merges = [_split_pair(merge) for merge in keys[f"{AT}merges"]]
+    merges = [_split_pair(merge) for merge in pairs]
     try:
         backend = Tokenizer(models.BPE(vocab=kept, merges=merges))
     except Exception as error:  # the package raises its own, which has no class of its own

@@ -83,6 +83,13 @@ class ChatTemplates:
         final = _mark_final(chat, field, source)
         return _cut_at_mark(_render(source, chat, variables), final)
 
+    def check(self) -> None:
+        """Raise EngineFileError for a template that does not parse."""
+        for source in self._sources.values():
+            kind, text = render_text(source.text, {})
+            if kind == SYNTAX:
+                raise EngineFileError(f"{source.where}: {text}; rebuild the engine")
+
     def _choose(self, with_tools: bool) -> TemplateText:
         for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
             if name in self._sources:

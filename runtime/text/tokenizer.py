@@ -1,10 +1,10 @@
 """The engine's tokenizer: token ids of texts, bytes of tokens, and prompts of conversations."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
@@ -19,6 +19,15 @@ from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
 TOKENIZER = "tokenizer.json"
 LONG = 16 * 1024  # characters of a long text, or of a piece of it
 SPARSE = 8  # characters per allowed token, above which a text is checked piece by piece
+
+
+class ModelIds(Protocol):
+    """What a tokenizer without a configuration needs of a manifest or a checkpoint."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
 class Tokenizer:
@@ -174,7 +183,14 @@ def load_tokenizer(
     chat_template: a file in place of the engine's templates. Raises EngineFileError for a file that
     cannot be used, UsageError for that one.
     """
-    if TOKENIZER not in manifest.files:
+    return read_tokenizer(folder, manifest.files, manifest.model, chat_template)
+
+
+def read_tokenizer(
+    folder: Path, files: Collection[str], model: ModelIds, chat_template: Path | None = None
+) -> Tokenizer | None:
+    """Do what `load_tokenizer` does for these of a folder's files, which may be a checkpoint's."""
+    if TOKENIZER not in files:
         if chat_template is not None:
             raise UsageError(f"chat_template {chat_template}: this engine has no {TOKENIZER}")
         return None
@@ -182,16 +198,16 @@ def load_tokenizer(
         backend = read_backend(folder / TOKENIZER)
     except ValueError as error:
         raise EngineFileError(f"{error}; rebuild the engine") from None
-    stored = tokenizer_files.read_config(folder, manifest)
+    stored = tokenizer_files.read_config(folder, files)
     config = stored or {}
     tokenizer_files.add_tokens(backend, config)
     backend.encode_special_tokens = config.get("split_special_tokens") is True
     backend.no_truncation()  # a tokenizer.json may have kept the settings of training
     backend.no_padding()
     special = tokenizer_files.special_tokens(config)
-    own = _find_own_tokens(backend, manifest)
+    own = _find_own_tokens(backend, model)
     templates = tokenizer_files.chat_templates(
-        folder, manifest, config, own if stored is None else special, chat_template
+        folder, files, config, own if stored is None else special, chat_template
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
     # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.
@@ -199,9 +215,8 @@ def load_tokenizer(
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
 
-def _find_own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
+def _find_own_tokens(backend: tokenizers.Tokenizer, model: ModelIds) -> dict[str, str]:
     """Return BOS and EOS by the model's ids, for a tokenizer without a configuration."""
-    model = manifest.model
     ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
     valid = {name: id for name, id in ids.items() if id is not None and 0 <= id < 2**32}
     return {name: backend.id_to_token(id) or "" for name, id in valid.items()}

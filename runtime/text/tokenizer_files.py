@@ -4,7 +4,7 @@ The precedence is that of transformers: tokenizer_config.json overrides tokenize
 and a template in its own file overrides one in tokenizer_config.json.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ import tokenizers
 from tokenizers import AddedToken
 
 from mtpbuild.runtime import files
-from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError, UsageError
 from mtpbuild.runtime.text.chat_template import DEFAULT, ChatTemplates, TemplateText
 from mtpbuild.runtime.text.template_pool import render_text
@@ -30,10 +29,10 @@ Config = dict[str, Any]
 T = TypeVar("T")
 
 
-def read_config(folder: Path, manifest: Manifest) -> Config | None:
+def read_config(folder: Path, names: Collection[str]) -> Config | None:
     """Read tokenizer_config.json and an older special_tokens_map.json; None if both are missing."""
-    config = _read_object(folder / TOKENIZER_CONFIG, manifest)
-    older = _read_object(folder / SPECIAL_TOKENS_MAP, manifest)
+    config = _read_object(folder / TOKENIZER_CONFIG, names)
+    older = _read_object(folder / SPECIAL_TOKENS_MAP, names)
     if older is None or "added_tokens_decoder" in (config or {}):
         return config
     return {**(config or {}), **older}
@@ -90,7 +89,7 @@ def read_template(path: Path) -> str:
 
 def chat_templates(
     folder: Path,
-    manifest: Manifest,
+    names: Collection[str],
     config: Config,
     special: Mapping[str, str],
     given: Path | None = None,
@@ -99,14 +98,16 @@ def chat_templates(
     if given is not None:
         own = {DEFAULT: TemplateText(str(given), read_template(given))}
         return ChatTemplates(own, special)
-    sources = dict(_read_template_files(folder, manifest)) or dict(
+    sources = dict(_read_template_files(folder, names)) or dict(
         _read_configured_templates(config)
     )
     return ChatTemplates(sources, special) if sources else None
 
 
-def _read_template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, TemplateText]]:
-    for file in sorted(manifest.files):
+def _read_template_files(
+    folder: Path, names: Collection[str]
+) -> Iterator[tuple[str, TemplateText]]:
+    for file in sorted(names):
         parent, _, name = file.rpartition("/")
         if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
             text = _read(folder / file, files.read_text)
@@ -160,8 +161,8 @@ def _list_flags(token: AddedToken) -> tuple[bool, ...]:
     return tuple(getattr(token, name) for name in FLAGS)
 
 
-def _read_object(path: Path, manifest: Manifest) -> Config | None:
-    if path.name not in manifest.files:
+def _read_object(path: Path, names: Collection[str]) -> Config | None:
+    if path.name not in names:
         return None
     config = _read(path, files.read_json)
     if not isinstance(config, dict):

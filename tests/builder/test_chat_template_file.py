@@ -104,3 +104,53 @@ def test_an_engine_without_a_tokenizer(smallest: Path, template: Path, tmp_path:
     assert invoke("build", "--model", smallest, "--nextn", "0", "--out", out)[0] == 0
     with pytest.raises(UsageError, match=r"this engine has no tokenizer\.json"):
         Engine.load(out, chat_template=template)
+
+
+SPOILT = {
+    "a cut configuration": ("tokenizer_config.json", b'{"eos_token": "t1"', "not JSON"),
+    "a list as configuration": ("tokenizer_config.json", b"[]", "not a JSON object"),
+    "Latin-1": ("tokenizer_config.json", b'{"eos_token": "\xe9"}', "not UTF-8"),
+    "a token without text": (
+        "tokenizer_config.json", b'{"added_tokens_decoder": {"1": {}}}', "is not a token",
+    ),
+    "a template without text": (
+        "tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "without name or temp",
+    ),
+    "a map of tokens": ("special_tokens_map.json", b"{", "not JSON"),
+    "bytes": ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+    "syntax": ("chat_template.jinja", b"{% if %}", "line 1: Expected an expression"),
+    "syntax of another": ("additional_chat_templates/tool_use.jinja", b"{{ a", "line 1: unexpected"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_load_refuses_build_refuses(
+    what: str, dry: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Nothing is written; the line names the file, and no engine to rebuild."""
+    name, raw, says = SPOILT[what]
+    if name.endswith(".json"):  # templates in files of their own would win
+        (checkpoint / "chat_template.jinja").unlink()
+        (checkpoint / "additional_chat_templates" / "tool_use.jinja").unlink()
+    (checkpoint / name).write_bytes(raw)
+    flags = ("build", "--model", checkpoint, "--nextn", "0", "--out", out := tmp_path / "engine")
+    line = refusal(*flags, *(("--dry-run",) * dry), code=1)
+    assert str(checkpoint / name) in line or line.startswith(f"{checkpoint}/{name}: ")
+    assert says in line
+    assert "rebuild" not in line
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_byte_order_mark_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "tokenizer_config.json").write_text(
+        '\ufeff{"bos_token": "t1", "chat_template": "unused"}', encoding="utf-8"
+    )
+    template = "\ufeff{{ bos_token }} {{ tools is none }}"
+    (checkpoint / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (checkpoint / "additional_chat_templates" / "tool_use.jinja").unlink()
+    flags = ("build", "--model", checkpoint, "--nextn", "0", "--out", out := tmp_path / "engine")
+    assert invoke(*flags)[0] == 0
+    assert rendered(out) == {"t1 True", "t1 False"}

@@ -166,6 +166,17 @@ def make_settings(*groups: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": named}
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_zero_points_of_one_word(rows: int) -> None:
+    """Rows of at most a word, as those of a shared expert's gate, have a column of zero points."""
+    zeros = torch.arange(rows * 4).view(rows, 4) % 16
+    words = torch.zeros(-(-rows // 8), 4, dtype=torch.int64)
+    for row in range(rows):
+        words[row // 8] |= zeros[row] << 4 * (row % 8)
+    stored = (words - (words >> 31 << 32)).int()
+    assert torch.equal(unpack_stream(stored.T, 4, rows, dense).T, zeros.byte())
+
+
 def test_odd_widths() -> None:
     """Both packings are told by the words of a row; where they don't tell, it is refused."""
     output = make_settings({"num_bits": 3, "group_size": 32, "symmetric": True})

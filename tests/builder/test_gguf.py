@@ -171,7 +171,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert "cut off or damaged" in damaged(write("b.gguf"), lambda data: data[:3000])
     assert "does not begin with GGUF" in damaged(write("c.gguf"), lambda data: b"PK" + data)
     turned = damaged(write("g.gguf"), lambda data: data[:4] + data[7:3:-1] + data[8:])
-    assert "g.gguf: big-endian; convert it with gguf-convert-endian" in turned
+    assert "g.gguf: a big-endian file is not read: `gguf-convert-endian" in turned
     odd = {"blk.0.ffn_down.weight": tensors["blk.0.ffn_down.weight"][:32]}
     shape = damaged(write("d.gguf", **odd), lambda data: data)
     assert "model.layers.0.mlp.down_proj.weight has shape" in shape or "needs" in shape
