@@ -32,7 +32,7 @@ def make_app(
         app = FastAPI()
         app.mount("/llm", make_app(engine))
 
-    The caller keeps the engine, and closes it after the application has ended. `engine.swap` is
+    The caller keeps the engine, and closes it after the application has ended. `engine.aswap` is
     allowed. Raises MissingDependencyError without the packages of the extra `serve`.
 
     Args:

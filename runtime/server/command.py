@@ -1,12 +1,14 @@
 """The command `serve`."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
+from urllib.parse import quote
 
 from typer import Option
 
@@ -144,7 +146,9 @@ def make_services(
 
 def _choose_own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
     """Return the folder of an engine's prefix cache, as each belongs to one engine alone."""
-    return shared / name.replace("/", "_") if shared and len(engines) > 1 else shared
+    # quoted, so that `x/y` and `x_y` differ and `..` stays in the folder
+    encoded = re.sub(r"^\.", "%2E", quote(name, safe=""))
+    return shared / encoded if shared and len(engines) > 1 else shared
 
 
 def _load(

@@ -28,6 +28,7 @@ from mtpbuild.runtime import (
     SamplingParams,
     Trace,
 )
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server import make_app
 from tests.support.fakes import fake_engine
 from tests.support.live_server import live, until
@@ -217,6 +218,30 @@ def test_a_swap_beside_asyncio_and_prepared_requests(monkeypatch: pytest.MonkeyP
         assert not thread.is_alive()
 
     asyncio.run(ask())
+    engine.close()
+
+
+def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat that is being prepared holds the old engine, which only the loop can let go."""
+    engine, new = long_engine(), fake_engine(next_token=lambda history: 7)[0]
+    monkeypatch.setattr(Engine, "load", lambda path, **_: new)
+    params = SamplingParams(max_tokens=3)
+
+    async def ask() -> None:
+        with engine.pinned() as pinned:
+            request = pinned.prepare([5], params)
+            with pytest.raises(UsageError, match=r"await engine\.aswap"):
+                engine.swap("engines/other")
+            assert engine._driver is pinned._driver
+            swap = asyncio.create_task(engine.aswap("engines/other"))
+            while engine._driver is pinned._driver:
+                await asyncio.sleep(0.005)
+            assert not swap.done(), "it waits for the block"
+            assert [chunk async for chunk in engine.astream(request)]
+        await swap
+
+    asyncio.run(asyncio.wait_for(ask(), 10))
+    assert engine.generate([5], params).token_ids == [7, 7, 7]
     engine.close()
 
 

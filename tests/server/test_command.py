@@ -73,6 +73,10 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
     assert only.settings.prefix_cache_dir == tmp_path / "rows"
     with pytest.raises(ApiError, match="being loaded"):
         _ = only.engine
+    alike = dict.fromkeys(("x/y", "x_y", "..", "."), engines["small"])
+    folders = [s.settings.prefix_cache_dir for s in make_services(alike, settings, load, 0.0).each]
+    assert len(set(folders)) == 4
+    assert all(f.resolve().parent == tmp_path / "rows" for f in folders if f is not None)
 
 
 def test_the_flag_names_every_form_of_tool_calls() -> None:
