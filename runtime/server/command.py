@@ -57,26 +57,19 @@ def serve(
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep
-    from mtpbuild.runtime.tool_calls import FORMS
 
-    forms = [*FORMS, "none"]
-    if own.tool_call_parser not in (None, *forms):
-        raise UsageError(f"--tool-call-parser {own.tool_call_parser}: one of {', '.join(forms)}")
     _check(65535, port=port)
-    _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
-    _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
-    _check(10**9, 1, chunked_prefill_size=own.chunked_prefill_size)
-    _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
-    # Reading the manifests fails before listening if a folder is not an engine.
-    engines = read_engines(engine, own.served_model_name)
-    on_demand = len(engines) > 1 or keep is not None
-    seconds = parse_keep(keep or "10m")
+    _check(10**9, drain_timeout=drain_timeout)
     settings = ServerOptions(
         **vars(own) | {"allowed_hosts": [*(own.allowed_hosts or ()), host]},
         key=read_key(own.api_key),
         log_requests=log_requests,
         access_log=not no_access_log,
     )
+    # Reading the manifests fails before listening if a folder is not an engine.
+    engines = read_engines(engine, own.served_model_name)
+    on_demand = len(engines) > 1 or keep is not None
+    seconds = parse_keep(keep or "10m")
     load = partial(_load, verify_hashes=verify_hashes, **list_changed_flags(load_flags))
     address = server.Address(host, port, drain_timeout)
     folder, manifest = next(iter(engines.values()))
@@ -163,7 +156,7 @@ def _load(
     return loaded
 
 
-def _check(most: int, least: int = 0, **given: float | None) -> None:
+def _check(most: int, **given: float) -> None:
     for name, value in given.items():
-        if value is not None and not least <= value <= most:
-            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: {least} to {most}")
+        if not 0 <= value <= most:
+            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: 0 to {most}")

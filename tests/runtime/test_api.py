@@ -353,6 +353,53 @@ def test_an_application_to_mount(talker: Engine) -> None:
         make_app(talker, max_que=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tool_call_parser": "herms"}, "tool_call_parser must be one of .*, not 'herms'"),
+        ({"defaults": {"temprature": 0}}, "defaults: temprature is .*; did you mean temperature?"),
+        ({"defaults": {"temperature": -5}}, "defaults: temperature must be a number in 0..100"),
+        ({"defaults": {"max_tokens": 5}}, "defaults: max_tokens is no setting of requests"),
+        ({"defaults": [("top_p", 1)]}, "defaults: must map names to values"),
+        ({"request_timeout": -1}, "request_timeout must be a number in 0"),
+        ({"request_timeout": float("nan")}, "request_timeout must be a number in 0"),
+        ({"max_queue": -1}, "max_queue must be a whole number"),
+        ({"max_queue": None}, "max_queue must be a whole number"),
+        ({"max_body": "8 MB"}, "max_body must be a whole number"),
+        ({"allow_origin": "https://a.example"}, r'allow_origin must be a list such as \["https:'),
+        ({"allow_origin": ["https://a.example/"]}, "allow_origin must be a list such as"),
+        ({"allowed_hosts": "localhost"}, "allowed_hosts must be a list such as"),
+        ({"allowed_hosts": [5]}, "allowed_hosts must be a list such as"),
+        ({"served_model_name": ""}, "served_model_name must be a text of 1"),
+        ({"api_key": ""}, "api_key must be a text in ASCII that is not empty"),
+        ({"api_key": "schlüssel"}, "api_key must be a text in ASCII"),
+        ({"api_key": b"secret"}, "api_key must be a text in ASCII"),
+        ({"split_thought": "no"}, "split_thought must be true or false"),
+    ],
+)
+def test_an_application_checks_its_arguments(arguments: dict[str, Any], says: str) -> None:
+    engine, _ = fake_engine()
+    with pytest.raises(UsageError, match=f"^{says}") as told:
+        make_app(engine, **arguments)
+    assert "\n" not in str(told.value)
+    assert "schl" not in str(told.value)
+
+
+def test_an_application_takes_what_can_be() -> None:
+    engine, _ = fake_engine()
+    make_app(
+        engine,
+        allow_origin=["*", "https://a.example:8000", "chrome-extension://abc", "null"],
+        allowed_hosts=(),
+        api_key="a b",
+        request_timeout=0,
+        tool_call_parser="none",
+        defaults={"temperature": 0, "top_k": 5, "seed": None},
+    )
+    with pytest.raises(UsageError, match="make_app needs an Engine, not 'engines/tiny'"):
+        make_app("engines/tiny")  # type: ignore[arg-type]
+
+
 def test_messages_have_no_flags() -> None:
     """What a caller of Python reads names arguments; flags are the command line's."""
     seen = 0
