@@ -5,10 +5,12 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import re
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -351,6 +353,34 @@ def test_an_application_to_mount(talker: Engine) -> None:
     asyncio.run(ask())
     with pytest.raises(TypeError, match="max_que"):
         make_app(talker, max_que=3)  # type: ignore[call-arg]
+
+
+def test_an_application_is_unhealthy_without_its_engine() -> None:
+    """After a fork, as by `gunicorn --preload`, and once the engine is closed."""
+    engine, _ = fake_engine()
+    app = make_app(engine)
+
+    async def ask() -> list[int]:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://a.example") as client:
+            return [(await client.get(path)).status_code for path in ("/health", "/ping")]
+
+    assert asyncio.run(ask()) == [200, 200]
+    here, there = os.pipe()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
+        child = os.fork()
+    if not child:
+        try:
+            os.write(there, json.dumps(asyncio.run(ask())).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(os.read(here, 99)) == [503, 503]
+    os.close(here)
+    os.close(there)
+    assert asyncio.run(ask()) == [200, 200], "the parent goes on"
+    engine.close()
+    assert asyncio.run(ask()) == [503, 503]
 
 
 @pytest.mark.parametrize(
