@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from mtpbuild.runtime.engine.loaded import Chat, LoadedEngine, Prompt
 from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatStream, Stream
-from mtpbuild.runtime.errors import EngineError, RequestError, advise_needing
+from mtpbuild.runtime.errors import EngineError, RequestError, UsageError, advise_needing
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
@@ -46,7 +46,14 @@ class Engine(LoadedEngine):
         on, and the engine's counters begin at 0.
 
             engine.swap("engines/tiny_n2")
+
+        It waits, so that asyncio's event loop needs `aswap`.
         """
+        import asyncio  # here, because it is slow to import and few programs use it
+
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise UsageError("engine.swap would stop the event loop: `await engine.aswap(...)`")
         new = type(self).load(path, **options)
         with SWAPS:
             old = copy(self)
@@ -56,6 +63,15 @@ class Engine(LoadedEngine):
             new.totals = old.totals
             self.__dict__ = vars(new)
         old._driver.finish()
+
+    async def aswap(self, path: str | Path, **options: Any) -> None:
+        """Swap as `swap` does, in a thread, while the event loop goes on.
+
+        A cancelled task does not stop it.
+        """
+        import asyncio
+
+        await asyncio.to_thread(self.swap, path, **options)
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Self]:

@@ -336,6 +336,11 @@ class LoadedEngine:
         programs = self._loop.programs
         return cast(Shared, programs).failure if Feature.SHARE in programs.features else None
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered: it was not closed, and no `failure` is known."""
+        return not self._driver.closed and self.failure is None
+
     def reset_prefix_cache(self) -> None:
         """Forget the rows of earlier prompts; the next prompts are filled in completely."""
         self._driver.call_between_steps(self._loop.forget)

@@ -1,9 +1,9 @@
 """OpenAI's and Anthropic's APIs over an engine: `mtpbuild serve`, and `make_app` for one's own."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import advise_needing
+from mtpbuild.runtime.errors import UsageError, advise_needing
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,8 +32,9 @@ def make_app(
         app = FastAPI()
         app.mount("/llm", make_app(engine))
 
-    The caller keeps the engine, and closes it after the application has ended. `engine.swap` is
-    allowed. Raises MissingDependencyError without the packages of the extra `serve`.
+    The caller keeps the engine, and closes it after the application has ended. `engine.aswap` is
+    allowed. Raises UsageError for a wrong argument, and MissingDependencyError without the
+    packages of the extra `serve`.
 
     Args:
         engine: answers all requests.
@@ -52,10 +53,15 @@ def make_app(
     """
     with advise_needing("make_app needs", "serve"):
         from mtpbuild.runtime.server import app, service, services
+    from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, choose_sampling_defaults
     from mtpbuild.runtime.server.options import ServerOptions
 
-    if defaults is None and engine.folder is not None:
+    if not isinstance(engine, Engine):
+        raise UsageError(f"make_app needs an Engine, not {engine!r:.80}: Engine.load(FOLDER)")
+    if defaults is not None:
+        defaults = _read_defaults(engine, defaults)
+    elif engine.folder is not None:
         defaults = choose_sampling_defaults(engine.folder, engine.manifest)
     settings = ServerOptions(
         served_model_name=served_model_name,
@@ -63,12 +69,28 @@ def make_app(
         max_queue=max_queue,
         request_timeout=request_timeout,
         max_body=max_body,
-        allow_origin=[*allow_origin],
-        allowed_hosts=[*allowed_hosts],
+        allow_origin=allow_origin,  # type: ignore[arg-type]  # it checks what it is given
+        allowed_hosts=allowed_hosts,  # type: ignore[arg-type]
         tool_call_parser=tool_call_parser,
-        no_thinking_split=not split_thought,
+        no_thinking_split=not split_thought if split_thought in (True, False) else split_thought,
         defaults={**(VLLM_DEFAULTS if defaults is None else defaults)},
     )
     served = service.Service(settings)
     served.start(engine)
     return app.make_app(services.Services(served))
+
+
+def _read_defaults(engine: "Engine", given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check sampling defaults as if a request had them; raise UsageError."""
+    from mtpbuild.runtime.checks import check_object, did_you_mean
+    from mtpbuild.runtime.sampling import params
+
+    known = params.SETTINGS.keys() & params.list_http_settings().keys()
+    try:
+        for name in check_object(given).keys() - known:
+            raise UsageError(f"{name} is no setting of requests{did_you_mean(name, known)}")
+        defaults = params.to_params_fields(given, engine.manifest)
+        engine.check(params.SamplingParams(**defaults), form=False)
+    except (UsageError, ValueError) as error:
+        raise UsageError(f"defaults: {error}") from None
+    return defaults

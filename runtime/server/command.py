@@ -1,12 +1,14 @@
 """The command `serve`."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
+from urllib.parse import quote
 
 from typer import Option
 
@@ -61,16 +63,15 @@ def serve(
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep
-    from mtpbuild.runtime.tool_calls import FORMS
 
-    forms = [*FORMS, "none"]
-    if own.tool_call_parser not in (None, *forms):
-        raise UsageError(f"--tool-call-parser {own.tool_call_parser}: one of {', '.join(forms)}")
     _check(65535, port=port)
-    _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
-    _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
-    _check(10**9, 1, chunked_prefill_size=own.chunked_prefill_size)
-    _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
+    _check(10**9, drain_timeout=drain_timeout)
+    settings = ServerOptions(
+        **vars(own) | {"allowed_hosts": [*(own.allowed_hosts or ()), host]},
+        key=read_key(own.api_key),
+        log_requests=log_requests,
+        access_log=not no_access_log,
+    )
     # Reading the manifests fails before listening if a folder is not an engine.
     engines = read_engines(engine, own.served_model_name)
     given = [("tp", "--tensor-parallel-size", tensor_parallel_size)]
@@ -81,12 +82,6 @@ def serve(
         check_engine(configured, manifest.build)
     on_demand = len(engines) > 1 or keep is not None
     seconds = parse_keep(keep or "10m")
-    settings = ServerOptions(
-        **vars(own) | {"allowed_hosts": [*(own.allowed_hosts or ()), host]},
-        key=read_key(own.api_key),
-        log_requests=log_requests,
-        access_log=not no_access_log,
-    )
     load = partial(_load, verify_hashes=verify_hashes, **list_changed_flags(load_flags))
     address = server.Address(host, port, drain_timeout)
     folder, manifest = next(iter(engines.values()))
@@ -156,7 +151,9 @@ def make_services(
 
 def _choose_own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
     """Return the folder of an engine's prefix cache, as each belongs to one engine alone."""
-    return shared / name.replace("/", "_") if shared and len(engines) > 1 else shared
+    # quoted, so that `x/y` and `x_y` differ and `..` stays in the folder
+    encoded = re.sub(r"^\.", "%2E", quote(name, safe=""))
+    return shared / encoded if shared and len(engines) > 1 else shared
 
 
 def _load(
@@ -171,7 +168,7 @@ def _load(
     return loaded
 
 
-def _check(most: int, least: int = 0, **given: float | None) -> None:
+def _check(most: int, **given: float) -> None:
     for name, value in given.items():
-        if value is not None and not least <= value <= most:
-            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: {least} to {most}")
+        if not 0 <= value <= most:
+            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: 0 to {most}")

@@ -3,10 +3,12 @@
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtpbuild.runtime import checks
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag
 from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS
@@ -80,6 +82,51 @@ class ServerOptions(ReplicaFlags):
     log_requests: bool = False
     access_log: bool = False  # a line for each request: client, method, path and status
     defaults: dict[str, float | int] = field(default_factory=VLLM_DEFAULTS.copy)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a value that can't be."""
+        from mtpbuild.runtime.tool_calls import FORMS  # here, as `mtpbuild --help` needs none
+
+        forms = {"tool_call_parser": checks.check_choice(*FORMS, "none")}
+        for name, check in {**CHECKS, **forms}.items():
+            if (value := getattr(self, name)) is not getattr(ServerOptions, name):  # the default
+                try:
+                    check(value)
+                except ValueError as error:
+                    raise UsageError(f"{SPELLED.get(name, name)} {error}") from None
+
+
+def check_texts(pattern: str, example: str) -> checks.Check:
+    """Return a check for a list of texts; a text alone would be a list of its letters."""
+
+    def read(values: object) -> None:
+        texts = values if isinstance(values, list | tuple) else [None]
+        if not all(isinstance(text, str) and re.fullmatch(pattern, text) for text in texts):
+            given = checks.format_value(values)
+            raise ValueError(f'must be a list such as ["{example}"], not {given}')
+
+    return read
+
+
+def check_key(value: object) -> None:
+    """Check an API key, which a header carries; its message does not show it."""
+    if not isinstance(value, str) or not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):
+        raise ValueError("must be a text in ASCII that is not empty and has no space around it")
+
+
+SPELLED = {"key": "api_key", "no_thinking_split": "split_thought"}  # as users write them
+CHECKS: Mapping[str, checks.Check] = {
+    "served_model_name": checks.check_text(1, 1024),
+    "key": check_key,
+    "max_queue": checks.check_integer(0, 10**9),
+    "max_body": checks.check_integer(0, 10**9),
+    "request_timeout": checks.check_number(0, 10**9),
+    "prefix_cache_bytes": checks.check_integer(0, 10**15),
+    "chunked_prefill_size": checks.check_integer(1, 10**9),
+    "allow_origin": check_texts(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]*", "https://a.example"),
+    "allowed_hosts": check_texts(r"[^/\s]+", "a.example"),
+    "no_thinking_split": checks.check_bool,
+}
 
 
 def read_key(file: Path | None) -> str | None:

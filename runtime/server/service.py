@@ -131,7 +131,8 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.is_loaded and not self.draining and self.failed is None
+        alive = self._engine is not None and self._engine.alive
+        return alive and not self.draining and self.failed is None
 
     def admit(self, count: int) -> None:
         """Raise ApiError if the engine can't take `count` more choices."""

@@ -98,9 +98,7 @@ def chat_templates(
     if given is not None:
         own = {DEFAULT: TemplateText(str(given), read_template(given))}
         return ChatTemplates(own, special)
-    sources = dict(_read_template_files(folder, names)) or dict(
-        _read_configured_templates(config)
-    )
+    sources = dict(_read_template_files(folder, names)) or dict(_read_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 
 

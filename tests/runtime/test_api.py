@@ -5,10 +5,12 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import re
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from mtpbuild.runtime import (
     SamplingParams,
     Trace,
 )
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server import make_app
 from tests.support.fakes import fake_engine
 from tests.support.live_server import live, until
@@ -259,6 +262,30 @@ def test_a_swap_beside_asyncio_and_prepared_requests(monkeypatch: pytest.MonkeyP
     engine.close()
 
 
+def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat that is being prepared holds the old engine, which only the loop can let go."""
+    engine, new = long_engine(), fake_engine(next_token=lambda history: 7)[0]
+    monkeypatch.setattr(Engine, "load", lambda path, **_: new)
+    params = SamplingParams(max_tokens=3)
+
+    async def ask() -> None:
+        with engine.pinned() as pinned:
+            request = pinned.prepare([5], params)
+            with pytest.raises(UsageError, match=r"await engine\.aswap"):
+                engine.swap("engines/other")
+            assert engine._driver is pinned._driver
+            swap = asyncio.create_task(engine.aswap("engines/other"))
+            while engine._driver is pinned._driver:
+                await asyncio.sleep(0.005)
+            assert not swap.done(), "it waits for the block"
+            assert [chunk async for chunk in engine.astream(request)]
+        await swap
+
+    asyncio.run(asyncio.wait_for(ask(), 10))
+    assert engine.generate([5], params).token_ids == [7, 7, 7]
+    engine.close()
+
+
 def test_a_swap_that_fails_changes_nothing(tmp_path: Path) -> None:
     engine, _ = fake_engine()
     with engine:
@@ -373,6 +400,81 @@ def test_an_engine_says_what_it_is() -> None:
     engine.folder = Path("engines/a b")
     engine.close()
     assert str(engine) == "<Engine of fake from 'engines/a b': nextn 2, onnxruntime, closed>"
+
+
+def test_an_application_is_unhealthy_without_its_engine() -> None:
+    """After a fork, as by `gunicorn --preload`, and once the engine is closed."""
+    engine, _ = fake_engine()
+    app = make_app(engine)
+
+    async def ask() -> list[int]:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://a.example") as client:
+            return [(await client.get(path)).status_code for path in ("/health", "/ping")]
+
+    assert asyncio.run(ask()) == [200, 200]
+    here, there = os.pipe()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads
+        child = os.fork()
+    if not child:
+        try:
+            os.write(there, json.dumps(asyncio.run(ask())).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert json.loads(os.read(here, 99)) == [503, 503]
+    os.close(here)
+    os.close(there)
+    assert asyncio.run(ask()) == [200, 200], "the parent goes on"
+    engine.close()
+    assert asyncio.run(ask()) == [503, 503]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tool_call_parser": "herms"}, "tool_call_parser must be one of .*, not 'herms'"),
+        ({"defaults": {"temprature": 0}}, "defaults: temprature is .*; did you mean temperature?"),
+        ({"defaults": {"temperature": -5}}, "defaults: temperature must be a number in 0..100"),
+        ({"defaults": {"max_tokens": 5}}, "defaults: max_tokens is no setting of requests"),
+        ({"defaults": [("top_p", 1)]}, "defaults: must map names to values"),
+        ({"request_timeout": -1}, "request_timeout must be a number in 0"),
+        ({"request_timeout": float("nan")}, "request_timeout must be a number in 0"),
+        ({"max_queue": -1}, "max_queue must be a whole number"),
+        ({"max_queue": None}, "max_queue must be a whole number"),
+        ({"max_body": "8 MB"}, "max_body must be a whole number"),
+        ({"allow_origin": "https://a.example"}, r'allow_origin must be a list such as \["https:'),
+        ({"allow_origin": ["https://a.example/"]}, "allow_origin must be a list such as"),
+        ({"allowed_hosts": "localhost"}, "allowed_hosts must be a list such as"),
+        ({"allowed_hosts": [5]}, "allowed_hosts must be a list such as"),
+        ({"served_model_name": ""}, "served_model_name must be a text of 1"),
+        ({"api_key": ""}, "api_key must be a text in ASCII that is not empty"),
+        ({"api_key": "schlüssel"}, "api_key must be a text in ASCII"),
+        ({"api_key": b"secret"}, "api_key must be a text in ASCII"),
+        ({"split_thought": "no"}, "split_thought must be true or false"),
+    ],
+)
+def test_an_application_checks_its_arguments(arguments: dict[str, Any], says: str) -> None:
+    engine, _ = fake_engine()
+    with pytest.raises(UsageError, match=f"^{says}") as told:
+        make_app(engine, **arguments)
+    assert "\n" not in str(told.value)
+    assert "schl" not in str(told.value)
+
+
+def test_an_application_takes_what_can_be() -> None:
+    engine, _ = fake_engine()
+    make_app(
+        engine,
+        allow_origin=["*", "https://a.example:8000", "chrome-extension://abc", "null"],
+        allowed_hosts=(),
+        api_key="a b",
+        request_timeout=0,
+        tool_call_parser="none",
+        defaults={"temperature": 0, "top_k": 5, "seed": None},
+    )
+    with pytest.raises(UsageError, match="make_app needs an Engine, not 'engines/tiny'"):
+        make_app("engines/tiny")  # type: ignore[arg-type]
 
 
 def test_messages_have_no_flags() -> None:

@@ -20,12 +20,15 @@ from tests.support.invoke import invoke, options
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--port 99999", "--port 99999 can't be"),
-        ("--max-queue -1", "--max-queue -1 can't be"),
-        ("--request-timeout -1", "--request-timeout -1.0 can't be"),
+        ("--port 99999", "--port 99999 can't be: 0 to 65535"),
+        ("--max-queue -1", "max_queue must be a whole number in 0..1000000000, not -1"),
+        ("--request-timeout -1", "request_timeout must be a number in 0..1000000000, not -1.0"),
+        ("--request-timeout nan", "request_timeout must be a number"),
+        ("--served-model-name=", "served_model_name must be a text of 1"),
+        ("--allow-origin a.example", "allow_origin must be a list such as"),
         (
             "--tool-call-parser x",
-            "--tool-call-parser x: one of deepseek_v3, deepseek_v31, deepseek_v32",
+            "tool_call_parser must be one of deepseek_v3, deepseek_v31, deepseek_v32",
         ),
         ("--api-key nowhere", "--api-key nowhere: can't be read"),
         (
@@ -84,6 +87,10 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
     assert only.settings.prefix_cache_dir == tmp_path / "rows"
     with pytest.raises(ApiError, match="being loaded"):
         _ = only.engine
+    alike = dict.fromkeys(("x/y", "x_y", "..", "."), engines["small"])
+    folders = [s.settings.prefix_cache_dir for s in make_services(alike, settings, load, 0.0).each]
+    assert len(set(folders)) == 4
+    assert all(f.resolve().parent == tmp_path / "rows" for f in folders if f is not None)
 
 
 def test_the_flag_names_every_form_of_tool_calls() -> None:
