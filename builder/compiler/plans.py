@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.readable import name_stored_format
+from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
@@ -37,6 +37,10 @@ from mtpbuild.runtime.contract.target_options import make_options
 from mtpbuild.runtime.contract.targets import find_target, list_targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer_files import read_template
+
+# The products of a layer that tell in which formats a checkpoint is.
+PRODUCT = "model.layers.{}.{}_proj.weight"
+PARTS = ("self_attn.o", "mlp.down", "mlp.experts.0.down")
 
 
 def check_flags(request: BuildRequest) -> Target:
@@ -129,8 +133,10 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
             score=request.score,
             draft_ids=ids,  # nextn 0 too: engines of one build share their weights
         )
-    scheme = request.scheme or SCHEMES[name_stored_format(source.folder)]
-    target.check_formats((scheme.main, scheme.mtp, scheme.head), plans[out])
+    settings, last = read_quantisation(source.folder), config.num_hidden_layers - 1
+    stored = {name_stored_format(settings, PRODUCT.format(last, part)) for part in PARTS}
+    for scheme in [request.scheme] if request.scheme else [SCHEMES[name] for name in stored]:
+        target.check_formats((scheme.main, scheme.mtp, scheme.head), plans[out])
     # Engines with our kernels take memory only for the rows of their caches that are in use.
     if request.max_seq_len is None and style.packs_weights and length < limit:
         length = find_longest_context(plan=plans[out], limit=limit, folder=source.folder)

@@ -147,7 +147,11 @@ def test_a_disk_that_is_too_small(
     (needed,) = {e.weights for e in dry_run(build_request(smallest, out=out), Stages()).engines}
 
     def free(size: int) -> None:
-        monkeypatch.setattr(host, "find_disk", lambda place: asked.append(place) or Disk(1, size))
+        def find_disk(place: Path) -> Disk:
+            asked.append(place)
+            return Disk(1, size)
+
+        monkeypatch.setattr(host, "find_disk", find_disk)
 
     free(needed - 1)
     why = f"{needed / 1e3:,.2f} kB are to be written, and the disk of {out.resolve()} has "

@@ -464,6 +464,7 @@ def test_an_application_checks_its_arguments(arguments: dict[str, Any], says: st
 
 def test_an_application_takes_what_can_be() -> None:
     engine, _ = fake_engine()
+    unset: Any = None
     make_app(
         engine,
         allow_origin=["*", "https://a.example:8000", "chrome-extension://abc", "null"],
@@ -471,7 +472,7 @@ def test_an_application_takes_what_can_be() -> None:
         api_key="a b",
         request_timeout=0,
         tool_call_parser="none",
-        defaults={"temperature": 0, "top_k": 5, "seed": None},
+        defaults={"temperature": 0, "top_k": 5, "seed": unset},
     )
     with pytest.raises(UsageError, match="make_app needs an Engine, not 'engines/tiny'"):
         make_app("engines/tiny")  # type: ignore[arg-type]
