@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from math import prod
 
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import EngineError, MtpbuildError
+from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.service import Service
@@ -33,13 +35,13 @@ class EngineMemory:
         self.turn = asyncio.Lock()
 
     def describe(self) -> str:
-        """Say in a line what the engines take."""
+        """Say in a line what the engines take, with their caches and prefix caches."""
         sizes = ", ".join(f"{s.model} {s.size / 1e9:,.1f} GB" for s in self.services)
         if self.limit is None:
-            return f"engines: {sizes}"
+            return f"engines with prefix caches: {sizes}"
         fits = sum(service.size for service in self.services) <= self.limit
         rule = "all fit" if fits else "idle ones make room for others"
-        return f"engines: {sizes}; memory: {self.limit / 1e9:,.1f} GB, {rule}"
+        return f"engines with prefix caches: {sizes}; memory: {self.limit / 1e9:,.1f} GB, {rule}"
 
     async def make_room(self, wanted: "OnDemandService") -> None:
         """Give back idle engines, the longest idle first, until there is room for another one.
@@ -80,6 +82,9 @@ class OnDemandService(Service):
         self._manifest, self.memory, self._keep = manifest, memory, keep
         states = (prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
         self.size = sum(file.size for file in manifest.files.values()) + sum(states)
+        if Feature.PREFIX_CACHE in manifest.features and not settings.no_prefix_cache:
+            limit = settings.prefix_cache_bytes
+            self.size += choose_default_limit(manifest) if limit is None else limit
         self.users = 0  # blocks that `loaded` runs
         self.last_use = 0.0
         self._loading: asyncio.Task[None] | None = None

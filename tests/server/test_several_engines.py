@@ -16,6 +16,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.errors import StepError, UsageError
+from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
 from mtpbuild.runtime.server.options import ServerOptions, parse_keep
 from mtpbuild.runtime.server.services import Services
@@ -297,7 +298,22 @@ def test_a_line_about_memory() -> None:
         shelf = Shelf(memory=memory, size=2 * 10**9)
         (first, *_) = shelf.services().each
         assert isinstance(first, OnDemandService)
-        assert first.memory.describe() == f"engines: a 2.0 GB, b 2.0 GB{says}"
+        assert first.memory.describe() == f"engines with prefix caches: a 2.0 GB, b 2.0 GB{says}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"), [({}, 200), ({"prefix_cache_bytes": 7}, 7), ({"no_prefix_cache": True}, 0)]
+)
+def test_prefix_caches_count(
+    flags: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Limits(memory=None, free=1600, processors=1)
+    monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.measure_limits", lambda: free)
+    sizes = [
+        OnDemandService(own, fake_engine, fake_manifest(**SIZES), EngineMemory(None), 0).size  # type: ignore[arg-type]
+        for own in (ServerOptions(**flags), ServerOptions(no_prefix_cache=True))
+    ]
+    assert sizes[0] - sizes[1] == limit
 
 
 @pytest.mark.parametrize(
