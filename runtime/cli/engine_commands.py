@@ -42,8 +42,9 @@ def remove_engine(
 
     folder = engines.find_removable(name)
     if confirm(f"remove {folder}?", yes=yes):
-        engines.remove_folder(folder)
-        typer.echo(f"removed {folder}", err=True)
+        left = ", ".join(engines.remove_folder(folder))
+        rest = f"; what is not the engine's stays there: {left}" if left else ""
+        typer.echo(f"removed {folder}{rest}", err=True)
 
 
 def confirm(question: str, *, yes: bool) -> bool:

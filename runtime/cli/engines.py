@@ -1,10 +1,9 @@
 """The engines of this folder: how a name finds one, and what `mtpbuild list` says of each."""
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from rich.console import Console, JustifyMethod
@@ -13,12 +12,14 @@ from rich.table import Column, Table
 
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
+    MOST_MANIFEST,
     Manifest,
     list_engine_folders,
     read_manifest,
 )
 from mtpbuild.runtime.contract.rules import BUILT_IN
-from mtpbuild.runtime.errors import EngineFileError, MtpbuildError, UsageError
+from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, MtpbuildError, UsageError
+from mtpbuild.runtime.files import read_json
 
 # Of a model; True: without asking. The tuple names the rules of other packages that it must have.
 MakeEngine: TypeAlias = Callable[[str, bool, tuple[str, ...]], Path]
@@ -150,23 +151,50 @@ def describe_time(then: float, now: float | None = None) -> str:
 
 
 def find_removable(name: Path) -> Path:
-    """Return the folder of an engine, or of a broken one under engines/; raise EngineFormatError.
+    """Return the folder of an engine, whole or broken; raise EngineFormatError.
 
     A name is looked for under engines/.
     """
     folder = find_engine(name)
     if not (folder / MANIFEST).is_file():
-        broken = [each for each in list_folders() if each in (name, ENGINES / name)]
-        if not broken:
-            read_manifest(name)  # it raises, and names an engine that is spelled alike
-        return broken[0]
-    return folder
+        read_manifest(ENGINES / name if name.name and (ENGINES / name).is_dir() else name)
+    return folder.resolve() if folder.name in ("", "..") else folder
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove an engine, or the link to one."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        # Under another name first: what an interruption leaves must not look like an engine.
-        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.removed")))
+def remove_folder(folder: Path) -> list[str]:
+    """Remove an engine, or the link to one; return what is left, as it is not the engine's.
+
+    Its manifest goes last, so that what an interruption leaves is a broken engine.
+    """
+    try:
+        if folder.is_symlink():
+            folder.unlink()
+            return []
+        files = _list_files(folder)
+        for path in sorted(files, key=lambda path: (path.name == MANIFEST, -len(path.parts))):
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+        places = {place for path in files for place in path.parents}
+        for place in sorted(places, key=lambda place: -len(place.parts)):
+            if place.is_relative_to(folder) and place.is_dir() and not any(place.iterdir()):
+                place.rmdir()
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise EngineFileError(f"{error.filename}: can't be removed ({error.strerror})") from None
+
+
+def _list_files(folder: Path) -> set[Path]:
+    """Return the files that an engine's manifest names, whichever mtpbuild built it."""
+    files = set[Path]()
+    for place in (folder, *folder.glob("rank[0-9]*/")):
+        try:
+            raw = read_json(place / MANIFEST, MOST_MANIFEST)
+            if place == folder or raw["rank"] is not None:
+                names = (PurePosixPath(name) for name in [*raw["files"], MANIFEST])
+                files |= {place / name for name in names if ".." not in name.parts}
+        except (OSError, ValueError, TypeError, KeyError):
+            if place == folder:
+                what = f"{MANIFEST} does not say which files are the engine's"
+                raise EngineFormatError(f"{folder}: {what}: remove the folder yourself") from None
+    root = folder.resolve()
+    return {path for path in files if path.parent.resolve().is_relative_to(root)}

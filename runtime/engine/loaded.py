@@ -139,7 +139,7 @@ class LoadedEngine:
             raise UsageError(f"chunked_prefill_size must be from 1, not {chunked_prefill_size}")
         folder = Path(path)
         manifest = read_manifest(folder)
-        limited = _with_context(manifest, max_seq_len)
+        limited = limit_context(manifest, max_seq_len)
         try:
             for place, own in find_own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
@@ -380,7 +380,7 @@ def warm_up(programs: Programs, manifest: Manifest, settings: Iterable[SamplingP
             programs.step(active, length + 1 + manifest.window)
 
 
-def _with_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
+def limit_context(manifest: Manifest, max_seq_len: int | None) -> Manifest:
     """Return the manifest with another limit of a request's tokens, if one is given."""
     least, most = manifest.window + 3, manifest.build.max_seq_len
     if max_seq_len is None:

@@ -105,6 +105,9 @@ def read_engines(given: Sequence[str], served_name: str | None) -> "NamedEngines
         name, equals, folder = text.partition("=")
         if not equals or (Path(text) / MANIFEST).is_file():
             name, folder = "", text
+        if served_name is not None and (name or len(given) > 1):
+            named = "--served-model-name is for one --engine FOLDER"
+            raise UsageError(f"{named}: other engines are named by --engine NAME=FOLDER")
         path = find_engine(Path(folder))
         manifest = read_manifest(path)
         name = name or served_name or manifest.model.name
@@ -118,6 +121,7 @@ def make_services(
     engines: "NamedEngines", settings: ServerOptions, load: "Load", keep: float | None
 ) -> "Services":
     """Return the engines' services; keep: seconds that an idle engine stays loaded, None: all."""
+    from mtpbuild.runtime.engine.loaded import limit_context
     from mtpbuild.runtime.limits import measure_limits
     from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
     from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
@@ -127,7 +131,11 @@ def make_services(
     memory, services = EngineMemory(measure_limits().memory), list[Service]()
     if len(engines) > 1 and settings.chat_template is not None:
         raise UsageError("--chat-template is for one engine: build the others with theirs")
-    for name, (folder, manifest) in engines.items():
+    for name, (folder, whole) in engines.items():
+        try:
+            manifest = limit_context(whole, settings.max_seq_len)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
         own = replace(
             settings,
             served_model_name=name,

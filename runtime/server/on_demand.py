@@ -5,14 +5,16 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from math import prod
 
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import EngineError, MtpbuildError
+from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.service import Service
@@ -31,23 +33,25 @@ class EngineMemory:
         self.limit = limit
         self.services: list[OnDemandService] = []
         self.turn = asyncio.Lock()
+        self.crowded = False  # whether an engine waits until another one is idle
 
     def describe(self) -> str:
-        """Say in a line what the engines take."""
+        """Say in a line what the engines take, with their caches and prefix caches."""
         sizes = ", ".join(f"{s.model} {s.size / 1e9:,.1f} GB" for s in self.services)
         if self.limit is None:
-            return f"engines: {sizes}"
+            return f"engines with prefix caches: {sizes}"
         fits = sum(service.size for service in self.services) <= self.limit
         rule = "all fit" if fits else "idle ones make room for others"
-        return f"engines: {sizes}; memory: {self.limit / 1e9:,.1f} GB, {rule}"
+        return f"engines with prefix caches: {sizes}; memory: {self.limit / 1e9:,.1f} GB, {rule}"
 
     async def make_room(self, wanted: "OnDemandService") -> None:
         """Give back idle engines, the longest idle first, until there is room for another one.
 
-        Running requests are waited for; raises ApiError if that takes too long.
+        Running requests are waited for, and later ones of any engine wait until there is room.
+        Raises ApiError if that takes too long; ends early if nobody wants the engine any more.
         """
         deadline = time.monotonic() + WAIT
-        while loaded := [service for service in self.services if service.is_loaded]:
+        while wanted.users and (loaded := [s for s in self.services if s.is_loaded]):
             size = sum(service.size for service in loaded) + wanted.size
             if self.limit is None or size <= self.limit:
                 return
@@ -58,6 +62,7 @@ class EngineMemory:
                 what = f"no memory for {wanted.model} while {names} is in use"
                 raise ApiError(503, f"{what}: {size / 1e9:,.1f} of {self.limit / 1e9:,.1f} GB")
             else:
+                self.crowded = True
                 await asyncio.sleep(0.05)
 
 
@@ -80,6 +85,9 @@ class OnDemandService(Service):
         self._manifest, self.memory, self._keep = manifest, memory, keep
         states = (prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
         self.size = sum(file.size for file in manifest.files.values()) + sum(states)
+        if Feature.PREFIX_CACHE in manifest.features and not settings.no_prefix_cache:
+            limit = settings.prefix_cache_bytes
+            self.size += choose_default_limit(manifest) if limit is None else limit
         self.users = 0  # blocks that `loaded` runs
         self.last_use = 0.0
         self._loading: asyncio.Task[None] | None = None
@@ -107,13 +115,22 @@ class OnDemandService(Service):
 
     @contextlib.asynccontextmanager
     async def loaded(self) -> AsyncIterator[None]:
-        self.users += 1
-        try:
+        with contextlib.ExitStack() as stack:
             async with self.limit_time():
+                if self.is_loaded and self.memory.crowded:
+                    async with self.memory.turn:  # who waits for room came first
+                        pass
+                stack.enter_context(self._count_user())
                 while self._engine is None:
                     if self._loading is None or self._loading.done():
                         self._loading = asyncio.create_task(self._load())
                     await asyncio.shield(self._loading)  # others may wait for it, too
+            yield
+
+    @contextlib.contextmanager
+    def _count_user(self) -> Iterator[None]:
+        self.users += 1
+        try:
             yield
         finally:
             self.users -= 1
@@ -149,7 +166,12 @@ class OnDemandService(Service):
         """Load the engine in a thread; raises ApiError."""
         assert self._load_engine is not None
         async with self.memory.turn:
-            await self.memory.make_room(self)
+            try:
+                await self.memory.make_room(self)
+            finally:
+                self.memory.crowded = False
+            if not self.users:
+                return
             try:
                 engine = await asyncio.wrap_future(start_daemon(self._load_engine))
             except MtpbuildError as error:

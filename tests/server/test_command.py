@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling.defaults import read_generation_defaults
 from mtpbuild.runtime.server.command import make_services, read_engines, serve
 from mtpbuild.runtime.server.errors import ApiError
@@ -42,6 +43,9 @@ from tests.support.invoke import invoke, options
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
         ("--keep soon", "--keep soon: a time such as 90s, 10m, 1h, 0 or -1"),
         ("--engine {engine}", "two engines are called fake: give --engine NAME=FOLDER"),
+        ("--engine b={engine} --served-model-name x", "is for one --engine FOLDER: other engines"),
+        ("--engine b={engine} --max-seq-len 65", "fake: max_seq_len must be from 7 to 64"),
+        ("--keep 1m --max-seq-len 65", "fake: max_seq_len must be from 7 to 64"),
         ("--engine b=nowhere", "nowhere: no such engine directory"),
         ("--engine b={engine} --chat-template x", "--chat-template is for one engine"),
         ("", "not an engine"),
@@ -73,7 +77,9 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
         "large": "b",
     }
     assert list(read_engines([f"{tmp_path}/a"], "x")) == ["x"]
-    settings = ServerOptions(prefix_cache_dir=tmp_path / "rows")
+    with pytest.raises(UsageError, match="is for one --engine FOLDER"):
+        read_engines(given[:1], "x")
+    settings = ServerOptions(prefix_cache_dir=tmp_path / "rows", max_seq_len=40)
     loaded: list[Any] = []
 
     def load(*of: Any) -> Any:
@@ -82,6 +88,8 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
     small, large = make_services(engines, settings, load, 0.0).each
     assert (small.settings.defaults["min_p"], large.settings.defaults["min_p"]) == (0, 0.5)
     assert large.settings.prefix_cache_dir == tmp_path / "rows" / "large"
+    cards = make_services(engines, settings, load, 0.0).cards()
+    assert [card["max_model_len"] for card in cards] == [40, 40]
     assert (small.model, small.is_loaded, small.ready) == ("small", False, True)
     (only,) = make_services(read_engines(given[:1], None), settings, load, None).each
     assert only.settings.prefix_cache_dir == tmp_path / "rows"

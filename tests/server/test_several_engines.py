@@ -16,6 +16,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.errors import StepError, UsageError
+from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
 from mtpbuild.runtime.server.options import ServerOptions, parse_keep
 from mtpbuild.runtime.server.services import Services
@@ -195,6 +196,45 @@ def test_running_requests_are_waited_for_if_memory_is_short() -> None:
         assert server.services.ready
 
 
+def test_first_come_first_served_if_there_is_room_for_one() -> None:
+    """Requests of `a` overlap without a gap: those that come after `b`'s are answered after it."""
+    shelf, pool, more = Shelf(memory=15), ThreadPoolExecutor(4), threading.Event()
+    busy = {"max_tokens": 150, "ignore_eos": True}
+    answered: list[str] = []
+
+    def ask_on(client: httpx2.Client) -> None:
+        while not more.is_set() and len(answered) < 40:
+            answered.append(text(ask(client, "a", **busy)))
+
+    with served_shelf(shelf) as (server, client), pool:
+        askers = [pool.submit(ask_on, client)]
+        until(lambda: answered)
+        askers.append(pool.submit(ask_on, client))
+        until(lambda: server.services.open == 2)
+        before = len(answered)
+        text(ask(client, "b", timeout=10))
+        assert len(answered) - before <= 2, "those that ran"
+        more.set()
+        for asker in askers:
+            asker.result(20)
+        assert len(answered) - before >= 2, "who waited is answered, too"
+    assert shelf.events == ["a loaded", "a closed", "b loaded", "b closed", "a loaded"]
+
+
+def test_nobody_waits_for_an_engine_that_nobody_wants() -> None:
+    shelf, pool = Shelf(memory=15), ThreadPoolExecutor(2)
+    with served_shelf(shelf) as (server, client), pool:
+        long = pool.submit(ask, client, "a", max_tokens=1500, ignore_eos=True)
+        until(lambda: shelf.events)
+        with pytest.raises(httpx2.TimeoutException):
+            client.post("/v1/completions", json=ASK | {"model": "b"}, timeout=0.2)
+        until(lambda: server.services.open == 1)
+        text(ask(client, "a"))
+        assert not long.done()
+        assert long.result().json()["usage"]["completion_tokens"] == 1500
+    assert shelf.events == ["a loaded"]
+
+
 def test_memory_that_stays_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpbuild.runtime.server.on_demand.WAIT", 0.1)
     shelf, pool = Shelf(memory=15), ThreadPoolExecutor(1)
@@ -297,7 +337,22 @@ def test_a_line_about_memory() -> None:
         shelf = Shelf(memory=memory, size=2 * 10**9)
         (first, *_) = shelf.services().each
         assert isinstance(first, OnDemandService)
-        assert first.memory.describe() == f"engines: a 2.0 GB, b 2.0 GB{says}"
+        assert first.memory.describe() == f"engines with prefix caches: a 2.0 GB, b 2.0 GB{says}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"), [({}, 200), ({"prefix_cache_bytes": 7}, 7), ({"no_prefix_cache": True}, 0)]
+)
+def test_prefix_caches_count(
+    flags: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = Limits(memory=None, free=1600, processors=1)
+    monkeypatch.setattr("mtpbuild.runtime.prefix_cache.cache.measure_limits", lambda: free)
+    sizes = [
+        OnDemandService(own, fake_engine, fake_manifest(**SIZES), EngineMemory(None), 0).size  # type: ignore[arg-type]
+        for own in (ServerOptions(**flags), ServerOptions(no_prefix_cache=True))
+    ]
+    assert sizes[0] - sizes[1] == limit
 
 
 @pytest.mark.parametrize(
