@@ -114,8 +114,10 @@ def read_rope(file: GgufFile) -> Config:
     the file names no other.
     """
 
-    def find(name: str) -> Any:
-        return file.keys.get(f"{file.architecture}.rope.scaling.{name}")
+    def find(name: str, kind: type = float) -> Any:
+        full = f"rope.scaling.{name}"
+        present = f"{file.architecture}.{full}" in file.keys
+        return file.key(full, kind=kind) if present else None
 
     theta = {"rope_theta": file.key("rope.freq_base", 10000.0)}
     factor = find("factor") or file.key("rope.scale_linear", 1.0) or 1.0
@@ -133,7 +135,7 @@ def read_rope(file: GgufFile) -> Config:
         **theta,
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": find("original_context_length"),
+        "original_max_position_embeddings": find("original_context_length", int),
         "attention_factor": find("yarn_attn_factor"),
         "beta_fast": find("yarn_beta_fast"),
         "beta_slow": find("yarn_beta_slow"),

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.plan.recipe import choose_default_target, find_recipe
-from mtpbuild.builder.targets import inductor, tensorrt
+from mtpbuild.builder.targets import inductor, load_target, tensorrt
 from mtpbuild.builder.targets.capability import dotted, explain_capability
 from mtpbuild.builder.targets.inductor import describe_this_gpu
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
@@ -23,7 +23,7 @@ def choose_target(
     Raises UsageError for a rank that is built alone: machines may choose differently.
     """
     recipe = find_recipe(model)
-    if recipe is None or recipe.target != TENSORRT:
+    if recipe is None or load_target(recipe.target) is not tensorrt.TARGET:
         return choose_default_target(model), options, None
     if rank is not None:
         raise UsageError(

@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput
@@ -45,7 +44,7 @@ class TensorRtRankPrograms(TensorRtPrograms):
 
         TensorRT has no limit for this: a rank that failed to load would leave the others waiting.
         """
-        dist.barrier()  # fails here if another rank could not load
+        self._channel.gather(np.zeros(1, np.uint8))  # fails if another rank could not load
         for program in programs:
             join_program = partial(program.join, self._device, self._peers.capsule)
             run_within(self._channel.patience, join_program)

@@ -123,7 +123,7 @@ def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateTe
                 yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
             case _:
                 raise EngineFileError(
-                    f"{TOKENIZER_CONFIG}: a chat_template without name or template: "
+                    f"{TOKENIZER_CONFIG}: a chat_template without name or template; "
                     "rebuild the engine"
                 )
 

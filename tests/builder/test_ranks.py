@@ -293,7 +293,7 @@ def copy(undrafted: Path, tmp_path: Path) -> Path:
 def test_a_folder_of_another_build(copy: Path) -> None:
     manifest = copy / "rank1" / MANIFEST
     sound = manifest.read_text()
-    for field, value in (("fingerprint", "0" * 64), ("nextn", 1)):
+    for field, value in (("fingerprint", "0" * 64), ("revision", "other")):
         raw = json.loads(sound)
         raw["build"][field] = value
         manifest.write_text(json.dumps(raw))

@@ -79,6 +79,8 @@ def test_an_engine_is_built_once(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_can_not_be_built_is_said_in_a_line() -> None:
     with pytest.raises(UsageError, match="`mtpbuild build --model deepseek-r1-fp4` makes one"):
         make_engine("deepseek-r1-fp4", True)
-    with pytest.raises(MissingWeightsError, match="OWNER/NAME: no such folder, and the"):
+    with pytest.raises(
+        MissingWeightsError, match="HF_HUB_OFFLINE is set, and OWNER/NAME is neither"
+    ):
         make_engine("OWNER/NAME", True)
     assert "is neither a recipe nor a checkpoint folder" in refusal("run", "nothing")

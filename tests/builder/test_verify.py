@@ -28,7 +28,7 @@ from mtpbuild.builder.verify.distribution import EXPECTED, compute_chi_square_p_
 from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.verify.verify import run_check, summarise_checks
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
+from mtpbuild.runtime.contract.manifest import PROBE_VERSION, Manifest, read_manifest
 from mtpbuild.runtime.cpu_library import ISAS
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.safetensors_header import read_header
@@ -173,7 +173,9 @@ def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
     made = case(kind, max_batch=3)
     for engine in (made.engine, made.base):
         assert isinstance(engine, Engine)
-        build = engine.manifest.build.model_copy(update={"exact": True})
+        build = engine.manifest.build.model_copy(
+            update={"exact": True, "probe_version": PROBE_VERSION}
+        )
         engine.manifest = engine.manifest.model_copy(update={"build": build})
     return made
 

@@ -190,7 +190,7 @@ def test_chat_prompts_follow_the_template() -> None:
         engine.chat_prompt([{"role": "robot", "content": "hi"}])
     for role in ({}, {"role": None}, {"role": 7}):
         with pytest.raises(RequestError, match="messages 1: role must be a text, not "):
-            engine.chat_prompt([{"role": "user", "content": "hi"}, role])
+            engine.chat_prompt([{"role": "user", "content": "hi"}, {"content": "x", **role}])
 
 
 @pytest.mark.parametrize(
