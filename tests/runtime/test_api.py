@@ -184,17 +184,28 @@ def swapped(engine: Engine, other: Engine, monkeypatch: pytest.MonkeyPatch) -> t
     return thread
 
 
+def count_tokens(engine: Engine) -> float:
+    (line,) = re.findall(r"^vllm:generation_tokens_total\{.*", engine.metrics(), re.M)
+    return float(line.rpartition(" ")[2])
+
+
 def test_a_swap_ends_old_requests_on_the_old_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = long_engine(), fake_engine(next_token=lambda history: 7, nextn=1)[0]
     wanted = old.generate([5], SamplingParams(max_tokens=300)).token_ids
     driver, running = old._driver, old.stream([5], SamplingParams(max_tokens=300))
     next(running)
+    before = count_tokens(old)
+    assert before > 300
     thread = swapped(old, new, monkeypatch)
     until(lambda: old.manifest.build.nextn == 1)
+    assert count_tokens(old) >= before, "the requests that end on the old one count"
     assert old.generate([5], SamplingParams(max_tokens=3)).token_ids == [7, 7, 7]
     assert running.result().token_ids == wanted
     thread.join(10)
     assert driver.closed
+    assert (count_tokens(old), old.stats.output_tokens) == (603, 3)
+    positions = [line for line in old.metrics().splitlines() if 'position="2"' in line]
+    assert len(positions) == 1, "the old engine's third draft"
     assert "vllm:request_success_total" in old.metrics()
     old.close()
     with pytest.raises(EngineError, match="closed"):
@@ -227,7 +238,7 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat that is being prepared holds the old engine, which only the loop can let go."""
     engine, new = long_engine(), fake_engine(next_token=lambda history: 7)[0]
     monkeypatch.setattr(Engine, "load", lambda path, **_: new)
-    params = SamplingParams(max_tokens=3)
+    params, ended = SamplingParams(max_tokens=3), list[int]()
 
     async def ask() -> None:
         with engine.pinned() as pinned:
@@ -241,8 +252,12 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not swap.done(), "it waits for the block"
             assert [chunk async for chunk in engine.astream(request)]
         await swap
+        ended.append(1)
 
-    asyncio.run(asyncio.wait_for(ask(), 10))
+    loop = threading.Thread(target=asyncio.run, args=(ask(),), daemon=True)
+    loop.start()
+    loop.join(10)  # a swap that stops the loop would stop its timeouts, too
+    assert ended
     assert engine.generate([5], params).token_ids == [7, 7, 7]
     engine.close()
 

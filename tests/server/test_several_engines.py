@@ -296,12 +296,31 @@ def test_the_queue_counts_before_the_engine_is_there() -> None:
 
 
 def test_metrics_are_labelled_by_model_and_outlive_the_engine() -> None:
-    shelf = Shelf(keep=0)
+    shelf = Shelf(memory=15)
     with served_shelf(shelf) as (_, client):
         text(ask(client, "a"))
-        until(lambda: "a closed" in shelf.events)
         text(ask(client, "b"))
         lines = client.get("/metrics").text.splitlines()
+        text(ask(client, "a"))
+        again = client.get("/metrics").text.splitlines()
+    assert shelf.events == ["a loaded", "a closed", "b loaded", "b closed", "a loaded"]
+    gauges = ["num_requests_running", "kv_cache_usage_perc", "cache_config_info"]
+    gauges += ["num_requests_waiting", "prefix_pool_bytes", "prefix_pool_limit_bytes"]
+    for now, loaded in ((lines, "b"), (again, "a")):
+        for name in gauges:
+            (line,) = (line for line in now if line.startswith(f"vllm:{name}{{"))
+            assert f'model_name="{loaded}"' in line
+    counts = ['prompt_tokens_total{engine="0",model_name="a"}', "generation_tokens_total{"]
+    counts += ['iteration_tokens_total_count{engine="0",model_name="a"}']
+    counts += ['accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"}']
+    for name in counts:
+        before, after = (
+            float(line.rpartition(" ")[2])
+            for now in (lines, again)
+            for line in now
+            if name in line and 'model_name="a"' in line
+        )
+        assert after == 2 * before > 0, name
     count = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="a"} 1.0'
     assert count in lines
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
