@@ -9,13 +9,8 @@ import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from mtpbuild.runtime.requests.totals import (
-    COUNTERS,
-    HISTOGRAMS,
-    POSITION,
-    STEP,
-    MeteredModel,
-)
+from mtpbuild.runtime.requests import totals
+from mtpbuild.runtime.requests.totals import MeteredModel
 
 STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
 LABELS = ("model_name", "engine")
@@ -48,13 +43,13 @@ class ModelsCollector(Collector):
             read = attrgetter(field)
             each = [(model.labels, read(model.stats)) for model in self._models if model.stats]
             yield _fill_family(GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
-        for name, (field, about) in COUNTERS.items():
+        for name, (field, about) in totals.COUNTERS.items():
             each = [(model.labels, model.counts[field, 0]) for model in self._models]
             yield _fill_family(CounterMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
         about = "Always 0: a request keeps its slot."
         zeros = [(model.labels, 0) for model in self._models]
         yield _fill_family(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
-        for name, (about, _) in HISTOGRAMS.items():
+        for name, (about, _) in totals.HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", about, labels=LABELS)
             for model in self._models:
                 found = model.totals.histograms[name]
@@ -69,7 +64,7 @@ class ModelsCollector(Collector):
         about = "Tokens that a step filled in and emitted."
         family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
         for model in self._models:
-            steps = {n: count for (kind, n), count in model.counts.items() if kind == STEP}
+            steps = {n: count for (kind, n), count in model.counts.items() if kind == totals.STEP}
             counts = [
                 sum(count for tokens, count in steps.items() if tokens <= most)
                 for most in (*STEPS, inf)
@@ -83,7 +78,7 @@ class ModelsCollector(Collector):
         family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
         for model in self._models:
             for (kind, position), accepted in sorted(model.counts.items()):
-                if kind == POSITION:
+                if kind == totals.POSITION:
                     family.add_metric([*model.labels, str(position)], accepted)
         return family
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mtpbuild.runtime.contract.manifest import BuildInfo
 from mtpbuild.runtime.requests.stats import EngineStats, RequestMetrics
@@ -72,13 +72,6 @@ class Histogram:
         return list(accumulate(self._counts))
 
 
-class Counted(Protocol):
-    """An engine, for its counts."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-
 class RequestTotals:
     """The histograms of all requests of an engine, and how many ended for which reason."""
 
@@ -88,7 +81,7 @@ class RequestTotals:
         self.histograms = {n: Histogram(own or sizes) for n, (_, own) in HISTOGRAMS.items()}
         self.ended: Counter[str] = Counter()  # by finish reason
         self.past: Counter[tuple[str, int]] = Counter()  # of engines that others replaced
-        self.ending: list[Counted] = []  # replaced engines with requests
+        self.ending: list[Any] = []  # engines that were replaced and still have requests
 
     def add(self, name: str, value: float) -> None:
         """Add a value to one of HISTOGRAMS."""

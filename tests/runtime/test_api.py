@@ -12,12 +12,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from fastapi import FastAPI
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpbuild.runtime
@@ -32,7 +36,8 @@ from mtpbuild.runtime import (
 )
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server import make_app
-from tests.support.fakes import fake_engine
+from mtpbuild.runtime.threads import start_daemon
+from tests.support.fakes import continuation, fake_engine
 from tests.support.live_server import live, until
 from tests.support.scripts import load_script
 from tests.support.served import SAID, TOOL_TEMPLATE, TOOLS, saying
@@ -262,6 +267,65 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.close()
 
 
+def test_swaps_wait_for_nothing_and_no_counter_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In threads and on a loop, beside requests of both that run, wait or are cancelled."""
+    engine, loop, counted = long_engine(max_batch=2), asyncio.new_event_loop(), [0.0]
+    monkeypatch.setattr(Engine, "load", lambda path, **_: long_engine(nextn=int(path), max_batch=2))
+    asked = list[tuple[Any, list[int] | None]]()
+    counts, nextns = st.sampled_from([1, 30, 300]), st.sampled_from([1, 2, 3])
+
+    async def ask_on_loop(count: int) -> list[int]:
+        chunks = engine.astream([5], SamplingParams(max_tokens=count, ignore_eos=True))
+        return [id async for chunk in chunks for id in chunk.token_ids]
+
+    def ask_in_thread(count: int) -> list[int]:
+        return engine.generate([5], SamplingParams(max_tokens=count, ignore_eos=True)).token_ids
+
+    class Swaps(RuleBasedStateMachine):
+        @rule(count=counts, on_loop=st.booleans(), cancelled=st.booleans())
+        def ask(self, count: int, on_loop: bool, cancelled: bool) -> None:
+            if on_loop:
+                task = asyncio.run_coroutine_threadsafe(ask_on_loop(count), loop)
+                if cancelled and task.cancel():
+                    return
+                asked.append((task, continuation([5], count)))
+            else:
+                asked.append(
+                    (start_daemon(partial(ask_in_thread, count)), continuation([5], count))
+                )
+
+        @rule(nextn=nextns, on_loop=st.booleans())
+        def swap(self, nextn: int, on_loop: bool) -> None:
+            if on_loop:
+                swapping = engine.aswap(str(nextn))
+                asked.append((asyncio.run_coroutine_threadsafe(swapping, loop), None))
+            else:
+                asked.append((start_daemon(partial(engine.swap, str(nextn))), None))
+
+        @invariant()
+        def no_counter_falls(self) -> None:
+            counted.append(count_tokens(engine))
+            assert counted[-1] >= counted[-2]
+
+        @rule()
+        def wait(self) -> None:
+            while asked:
+                future, expected = asked.pop()
+                assert future.result(20) == expected
+
+        teardown = wait
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    few = settings(max_examples=6, stateful_step_count=15, deadline=None)
+    run_state_machine_as_test(Swaps, settings=few)  # type: ignore[no-untyped-call]
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    assert counted[-1] > 0
+    engine.close()
+    loop.close()
+
+
 def test_a_swap_that_fails_changes_nothing(tmp_path: Path) -> None:
     engine, _ = fake_engine()
     with engine:
@@ -439,7 +503,7 @@ def test_an_application_takes_what_can_be() -> None:
         api_key="a b",
         request_timeout=0,
         tool_call_parser="none",
-        defaults={"temperature": 0, "top_k": 5, "seed": None},
+        defaults={"temperature": 0, "top_k": 5},
     )
     with pytest.raises(UsageError, match="make_app needs an Engine, not 'engines/tiny'"):
         make_app("engines/tiny")  # type: ignore[arg-type]
