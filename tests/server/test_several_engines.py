@@ -423,7 +423,7 @@ def test_nothing_waits_for_ever_and_no_counter_falls() -> None:
             until(lambda: server.services.open == 0)
 
     with served_shelf(shelf) as (server, client), ThreadPoolExecutor(16) as pool:
-        run_state_machine_as_test(Requests, settings=FEW)  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(Requests, settings=FEW)
     assert {name.partition("{")[0] for name in seen} >= {"vllm:generation_tokens_total"}
 
 
