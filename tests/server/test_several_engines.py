@@ -29,7 +29,7 @@ from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 from tests.support.live_server import Live, live_services, until
 from tests.support.served import ASK, HELLO, LONG, events, fails
 
-FEW = settings(max_examples=6, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+FEW = settings(max_examples=4, stateful_step_count=12, deadline=None, phases=[Phase.generate])
 SIZES: dict[str, Any] = {"max_batch": 2, "max_seq_len": 5000}
 
 
@@ -386,7 +386,7 @@ def test_nothing_waits_for_ever_and_no_counter_falls() -> None:
     models = st.sampled_from("abc")
 
     class Requests(RuleBasedStateMachine):
-        @rule(model=models, tokens=st.sampled_from([1, 40, 300]))
+        @rule(model=models, tokens=st.sampled_from([1, 40, 150]))
         def ask_model(self, model: str, tokens: int) -> None:
             more = {"max_tokens": tokens, "ignore_eos": True}
             asked.append(pool.submit(ask, client, model, **more))
