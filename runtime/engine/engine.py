@@ -13,6 +13,7 @@ from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatSt
 from mtpbuild.runtime.errors import EngineError, RequestError, UsageError, advise_needing
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
+from mtpbuild.runtime.requests.totals import MeteredModel, count_stats
 from mtpbuild.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Engine(LoadedEngine):
 
         Requests that come after it is loaded run on the new engine. Earlier ones end on the old
         one, and `swap` returns when they have. Until then both are in memory. If the new engine
-        can't be loaded, the old one stays, and the error is raised. In `metrics` the histograms go
-        on, and the engine's counters begin at 0.
+        can't be loaded, the old one stays, and the error is raised. In `metrics` histograms and
+        counters go on; `stats` are the new engine's own.
 
             engine.swap("engines/tiny_n2")
 
@@ -61,8 +62,12 @@ class Engine(LoadedEngine):
                 new.close()
                 raise EngineError("the engine is closed")
             new.totals = old.totals
+            old.totals.ending.append(old)
             self.__dict__ = vars(new)
-        old._driver.finish()
+        try:
+            old._driver.finish()
+        finally:
+            old.retire()
 
     async def aswap(self, path: str | Path, **options: Any) -> None:
         """Swap as `swap` does, in a thread, while the event loop goes on.
@@ -269,7 +274,20 @@ class Engine(LoadedEngine):
         model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
         with advise_needing("engine.metrics() needs", "serve"):
-            from mtpbuild.runtime.engine.metrics import MeteredModel, write_metrics
-        engine = copy(self)  # a swap may come
-        name, build = model_name or engine.manifest.model.name, engine.manifest.build
-        return write_metrics([MeteredModel(name, build, engine.stats, engine.totals)])
+            from mtpbuild.runtime.engine.metrics import write_metrics
+        return write_metrics([self.meter(model_name or self.manifest.model.name)])
+
+    def meter(self, name: str) -> MeteredModel:
+        """Return the counts of this engine and of those whose place it took."""
+        with SWAPS:
+            stats, totals = self.stats, self.totals
+            counts = totals.past.copy()
+            for each in (stats, *(engine.stats for engine in totals.ending)):
+                counts.update(count_stats(each))
+            return MeteredModel(name, self.manifest.build, stats, counts, totals)
+
+    def retire(self) -> None:
+        """Leave the counts in `totals` to the engine that takes this one's place."""
+        with SWAPS:
+            self.totals.past.update(count_stats(self.stats))
+            self.totals.ending = [each for each in self.totals.ending if each is not self]

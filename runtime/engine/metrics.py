@@ -3,19 +3,17 @@
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from mtpbuild.runtime.contract.manifest import BuildInfo
-from mtpbuild.runtime.requests.stats import EngineStats
-from mtpbuild.runtime.requests.totals import HISTOGRAMS, RequestTotals
+from mtpbuild.runtime.requests import totals
+from mtpbuild.runtime.requests.totals import MeteredModel
 
 STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens of a step
 LABELS = ("model_name", "engine")
-CACHED = "Tokens of prompts whose cache rows were there already."
 GAUGES = {  # name: field of EngineStats, and help
     "num_requests_running": ("requests_running", "Requests in slots."),
     "num_requests_waiting": ("requests_waiting", "Requests that wait for a slot."),
@@ -23,30 +21,6 @@ GAUGES = {  # name: field of EngineStats, and help
     "prefix_pool_bytes": ("prefix_bytes", "Memory of rows of earlier prompts."),
     "prefix_pool_limit_bytes": ("prefix_limit", "Memory that these may have."),
 }
-DRAFTS = "speculative_decoding.num"
-COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
-    "generation_tokens": ("output_tokens", "Tokens that requests got."),
-    "prompt_tokens_cached": ("prefix_hits", CACHED),
-    "prefix_cache_queries": ("prefix_queries", "Tokens of prompts that were looked up."),
-    "prefix_cache_hits": ("prefix_hits", CACHED),
-    "spec_decode_num_drafts": ("num_drafts", "Times that a request's drafts were judged."),
-    "spec_decode_num_draft_tokens": (f"{DRAFTS}_draft_tokens", "Tokens drafted."),
-    "spec_decode_num_accepted_tokens": (f"{DRAFTS}_accepted_draft_tokens", "Drafts accepted."),
-}
-
-
-class MeteredModel(NamedTuple):
-    """A model's name to clients, its engine's counts, and those of its requests."""
-
-    name: str
-    build: BuildInfo
-    stats: EngineStats
-    totals: RequestTotals
-
-    @property
-    def labels(self) -> list[str]:
-        return [self.name, "0"]
 
 
 def write_metrics(models: Sequence[MeteredModel]) -> str:
@@ -65,15 +39,17 @@ class ModelsCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Any]:
-        for kind, counts in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, (field, about) in counts.items():
-                read = attrgetter(field)
-                each = [(model.labels, read(model.stats)) for model in self._models]
-                yield _fill_family(kind(f"vllm:{name}", about, labels=LABELS), each)
+        for name, (field, about) in GAUGES.items():
+            read = attrgetter(field)
+            each = [(model.labels, read(model.stats)) for model in self._models if model.stats]
+            yield _fill_family(GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
+        for name, (field, about) in totals.COUNTERS.items():
+            each = [(model.labels, model.counts[field, 0]) for model in self._models]
+            yield _fill_family(CounterMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
         about = "Always 0: a request keeps its slot."
         zeros = [(model.labels, 0) for model in self._models]
         yield _fill_family(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
-        for name, (about, _) in HISTOGRAMS.items():
+        for name, (about, _) in totals.HISTOGRAMS.items():
             family = HistogramMetricFamily(f"vllm:{name}", about, labels=LABELS)
             for model in self._models:
                 found = model.totals.histograms[name]
@@ -88,7 +64,7 @@ class ModelsCollector(Collector):
         about = "Tokens that a step filled in and emitted."
         family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
         for model in self._models:
-            steps = model.stats.step_tokens
+            steps = {n: count for (kind, n), count in model.counts.items() if kind == totals.STEP}
             counts = [
                 sum(count for tokens, count in steps.items() if tokens <= most)
                 for most in (*STEPS, inf)
@@ -101,10 +77,9 @@ class ModelsCollector(Collector):
         labels = (*LABELS, "position")
         family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
         for model in self._models:
-            histogram = model.stats.speculative_decoding.acceptance_histogram
-            for position in range(len(histogram) - 1):
-                accepted = sum(histogram[position + 1 :])
-                family.add_metric([*model.labels, str(position)], accepted)
+            for (kind, position), accepted in sorted(model.counts.items()):
+                if kind == totals.POSITION:
+                    family.add_metric([*model.labels, str(position)], accepted)
         return family
 
     def _count_ended(self) -> CounterMetricFamily:
@@ -120,6 +95,8 @@ class ModelsCollector(Collector):
         labels = (*LABELS, "block_size", "num_gpu_blocks")
         family = GaugeMetricFamily("vllm:cache_config_info", about, labels=labels)
         for model in self._models:
+            if model.stats is None:
+                continue
             sizes = str(model.build.max_seq_len), str(model.build.slots)
             family.add_metric([*model.labels, *sizes], 1)
         return family

@@ -4,8 +4,11 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from mtpbuild.runtime.requests.stats import RequestMetrics
+from mtpbuild.runtime.contract.manifest import BuildInfo
+from mtpbuild.runtime.requests.stats import EngineStats, RequestMetrics
 
 FIRST = (  # buckets in seconds, as in vLLM: up to the first token
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -37,6 +40,19 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # name: help and bounds
     "request_params_n": ("Choices that a request asks for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "request_params_max_tokens": ("Tokens that an answer may have at most.", TOKENS),
 }
+CACHED = "Tokens of prompts whose cache rows were there already."
+DRAFTS = "speculative_decoding.num"
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "generation_tokens": ("output_tokens", "Tokens that requests got."),
+    "prompt_tokens_cached": ("prefix_hits", CACHED),
+    "prefix_cache_queries": ("prefix_queries", "Tokens of prompts that were looked up."),
+    "prefix_cache_hits": ("prefix_hits", CACHED),
+    "spec_decode_num_drafts": ("num_drafts", "Times that a request's drafts were judged."),
+    "spec_decode_num_draft_tokens": (f"{DRAFTS}_draft_tokens", "Tokens drafted."),
+    "spec_decode_num_accepted_tokens": (f"{DRAFTS}_accepted_draft_tokens", "Drafts accepted."),
+}
+STEP, POSITION = "step", "position"  # kinds of counters: by a step's tokens, by a draft's place
 
 
 class Histogram:
@@ -64,6 +80,8 @@ class RequestTotals:
         sizes = [size for size in sizes if size <= max_seq_len]
         self.histograms = {n: Histogram(own or sizes) for n, (_, own) in HISTOGRAMS.items()}
         self.ended: Counter[str] = Counter()  # by finish reason
+        self.past: Counter[tuple[str, int]] = Counter()  # of engines that others replaced
+        self.ending: list[Any] = []  # engines that were replaced and still have requests
 
     def add(self, name: str, value: float) -> None:
         """Add a value to one of HISTOGRAMS."""
@@ -85,3 +103,28 @@ class RequestTotals:
         self.add("request_inference_time_seconds", prefill + decode)
         if metrics.tpot_s is not None:
             self.add("request_time_per_output_token_seconds", metrics.tpot_s)
+
+
+def count_stats(stats: EngineStats) -> Counter[tuple[str, int]]:
+    """Return an engine's counters, which can be added to another engine's."""
+    accepted = stats.speculative_decoding.acceptance_histogram
+    counts = {(field, 0): attrgetter(field)(stats) for field, _ in COUNTERS.values()}
+    counts |= {(POSITION, i): sum(accepted[i + 1 :]) for i in range(len(accepted) - 1)}
+    return Counter(counts | {(STEP, n): count for n, count in stats.step_tokens.items()})
+
+
+class MeteredModel(NamedTuple):
+    """A model's name to clients, and the counts of its engines and requests.
+
+    stats: None if its engine was given back.
+    """
+
+    name: str
+    build: BuildInfo
+    stats: EngineStats | None
+    counts: Counter[tuple[str, int]]
+    totals: RequestTotals
+
+    @property
+    def labels(self) -> list[str]:
+        return [self.name, "0"]

@@ -12,9 +12,9 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import EngineError, MtpbuildError
 from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
+from mtpbuild.runtime.requests.totals import MeteredModel, RequestTotals
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.service import Service
@@ -95,7 +95,7 @@ class OnDemandService(Service):
         # Objects of a closed engine refer to each other, and its thread takes a while to end: so
         # many times the garbage collector looks for them.
         self._garbage = 0
-        self._counted: MeteredModel | None = None  # when the engine was given back
+        self._totals: RequestTotals | None = None  # of engines that were given back
         memory.services.append(self)
 
     @property
@@ -104,7 +104,9 @@ class OnDemandService(Service):
 
     @property
     def metered(self) -> MeteredModel | None:
-        return super().metered or self._counted
+        if self.is_loaded or (totals := self._totals) is None:
+            return super().metered
+        return MeteredModel(self.model, self.manifest.build, None, totals.past, totals)
 
     @property
     def ready(self) -> bool:
@@ -177,8 +179,7 @@ class OnDemandService(Service):
             except MtpbuildError as error:
                 log.warning("%s can't be loaded: %s", self.model, error)
                 raise ApiError(500, f"{self.model} can't be loaded: {error}", retry=False) from None
-            if self._counted is not None:
-                engine.totals = self._counted.totals
+            engine.totals = self._totals or engine.totals
             self._engine = engine
 
     def _is_idle(self) -> bool:
@@ -186,6 +187,7 @@ class OnDemandService(Service):
         return self.is_loaded and not self.users and idle >= self._keep
 
     def _take_engine(self) -> Engine:
-        self._counted = self.metered
         engine, self._engine, self._garbage = self.engine, None, COLLECTIONS
+        engine.retire()
+        self._totals = engine.totals
         return engine

@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.engine.metrics import MeteredModel
 from mtpbuild.runtime.errors import (
     DeadlineError,
     EngineError,
@@ -22,6 +21,7 @@ from mtpbuild.runtime.errors import (
     StepError,
 )
 from mtpbuild.runtime.requests.request import Chunk, Request
+from mtpbuild.runtime.requests.totals import MeteredModel
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
@@ -104,10 +104,7 @@ class Service:
     @property
     def metered(self) -> MeteredModel | None:
         """The model's counts; None if its engine has not been loaded yet."""
-        if self._engine is None:
-            return None
-        engine = copy(self._engine)  # a swap may come
-        return MeteredModel(self.model, engine.manifest.build, engine.stats, engine.totals)
+        return None if self._engine is None else self._engine.meter(self.model)
 
     @property
     def engine(self) -> Engine:

@@ -12,12 +12,16 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from fastapi import FastAPI
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from prometheus_client.parser import text_string_to_metric_families
 
 import mtpbuild.runtime
@@ -32,7 +36,8 @@ from mtpbuild.runtime import (
 )
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server import make_app
-from tests.support.fakes import fake_engine
+from mtpbuild.runtime.threads import start_daemon
+from tests.support.fakes import continuation, fake_engine
 from tests.support.live_server import live, until
 from tests.support.scripts import load_script
 from tests.support.served import SAID, TOOL_TEMPLATE, TOOLS, saying
@@ -223,17 +228,28 @@ def swapped(engine: Engine, other: Engine, monkeypatch: pytest.MonkeyPatch) -> t
     return thread
 
 
+def count_tokens(engine: Engine) -> float:
+    (line,) = re.findall(r"^vllm:generation_tokens_total\{.*", engine.metrics(), re.M)
+    return float(line.rpartition(" ")[2])
+
+
 def test_a_swap_ends_old_requests_on_the_old_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = long_engine(), fake_engine(next_token=lambda history: 7, nextn=1)[0]
     wanted = old.generate([5], SamplingParams(max_tokens=300)).token_ids
     driver, running = old._driver, old.stream([5], SamplingParams(max_tokens=300))
     next(running)
+    before = count_tokens(old)
+    assert before > 300
     thread = swapped(old, new, monkeypatch)
     until(lambda: old.manifest.build.nextn == 1)
+    assert count_tokens(old) >= before, "the requests that end on the old one count"
     assert old.generate([5], SamplingParams(max_tokens=3)).token_ids == [7, 7, 7]
     assert running.result().token_ids == wanted
     thread.join(10)
     assert driver.closed
+    assert (count_tokens(old), old.stats.output_tokens) == (603, 3)
+    positions = [line for line in old.metrics().splitlines() if 'position="2"' in line]
+    assert len(positions) == 1, "the old engine's third draft"
     assert "vllm:request_success_total" in old.metrics()
     old.close()
     with pytest.raises(EngineError, match="closed"):
@@ -266,7 +282,7 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat that is being prepared holds the old engine, which only the loop can let go."""
     engine, new = long_engine(), fake_engine(next_token=lambda history: 7)[0]
     monkeypatch.setattr(Engine, "load", lambda path, **_: new)
-    params = SamplingParams(max_tokens=3)
+    params, ended = SamplingParams(max_tokens=3), list[int]()
 
     async def ask() -> None:
         with engine.pinned() as pinned:
@@ -280,10 +296,73 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not swap.done(), "it waits for the block"
             assert [chunk async for chunk in engine.astream(request)]
         await swap
+        ended.append(1)
 
-    asyncio.run(asyncio.wait_for(ask(), 10))
+    loop = threading.Thread(target=asyncio.run, args=(ask(),), daemon=True)
+    loop.start()
+    loop.join(10)  # a swap that stops the loop would stop its timeouts, too
+    assert ended
     assert engine.generate([5], params).token_ids == [7, 7, 7]
     engine.close()
+
+
+def test_swaps_wait_for_nothing_and_no_counter_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In threads and on a loop, beside requests of both that run, wait or are cancelled."""
+    engine, loop, counted = long_engine(max_batch=2), asyncio.new_event_loop(), [0.0]
+    monkeypatch.setattr(Engine, "load", lambda path, **_: long_engine(nextn=int(path), max_batch=2))
+    asked = list[tuple[Any, list[int] | None]]()
+    counts, nextns = st.sampled_from([1, 30, 300]), st.sampled_from([1, 2, 3])
+
+    async def ask_on_loop(count: int) -> list[int]:
+        chunks = engine.astream([5], SamplingParams(max_tokens=count, ignore_eos=True))
+        return [id async for chunk in chunks for id in chunk.token_ids]
+
+    def ask_in_thread(count: int) -> list[int]:
+        return engine.generate([5], SamplingParams(max_tokens=count, ignore_eos=True)).token_ids
+
+    class Swaps(RuleBasedStateMachine):
+        @rule(count=counts, on_loop=st.booleans(), cancelled=st.booleans())
+        def ask(self, count: int, on_loop: bool, cancelled: bool) -> None:
+            if on_loop:
+                task = asyncio.run_coroutine_threadsafe(ask_on_loop(count), loop)
+                if cancelled and task.cancel():
+                    return
+                asked.append((task, continuation([5], count)))
+            else:
+                asked.append(
+                    (start_daemon(partial(ask_in_thread, count)), continuation([5], count))
+                )
+
+        @rule(nextn=nextns, on_loop=st.booleans())
+        def swap(self, nextn: int, on_loop: bool) -> None:
+            if on_loop:
+                swapping = engine.aswap(str(nextn))
+                asked.append((asyncio.run_coroutine_threadsafe(swapping, loop), None))
+            else:
+                asked.append((start_daemon(partial(engine.swap, str(nextn))), None))
+
+        @invariant()
+        def no_counter_falls(self) -> None:
+            counted.append(count_tokens(engine))
+            assert counted[-1] >= counted[-2]
+
+        @rule()
+        def wait(self) -> None:
+            while asked:
+                future, expected = asked.pop()
+                assert future.result(20) == expected
+
+        teardown = wait
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    few = settings(max_examples=6, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+    run_state_machine_as_test(Swaps, settings=few)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    assert counted[-1] > 0
+    engine.close()
+    loop.close()
 
 
 def test_a_swap_that_fails_changes_nothing(tmp_path: Path) -> None:
@@ -464,7 +543,6 @@ def test_an_application_checks_its_arguments(arguments: dict[str, Any], says: st
 
 def test_an_application_takes_what_can_be() -> None:
     engine, _ = fake_engine()
-    unset: Any = None
     make_app(
         engine,
         allow_origin=["*", "https://a.example:8000", "chrome-extension://abc", "null"],
@@ -472,7 +550,7 @@ def test_an_application_takes_what_can_be() -> None:
         api_key="a b",
         request_timeout=0,
         tool_call_parser="none",
-        defaults={"temperature": 0, "top_k": 5, "seed": unset},
+        defaults={"temperature": 0, "top_k": 5},
     )
     with pytest.raises(UsageError, match="make_app needs an Engine, not 'engines/tiny'"):
         make_app("engines/tiny")  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import math
+import re
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,6 +15,9 @@ from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.errors import StepError, UsageError
@@ -24,6 +29,7 @@ from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 from tests.support.live_server import Live, live_services, until
 from tests.support.served import ASK, HELLO, LONG, events, fails
 
+FEW = settings(max_examples=4, stateful_step_count=12, deadline=None, phases=[Phase.generate])
 SIZES: dict[str, Any] = {"max_batch": 2, "max_seq_len": 5000}
 
 
@@ -296,12 +302,31 @@ def test_the_queue_counts_before_the_engine_is_there() -> None:
 
 
 def test_metrics_are_labelled_by_model_and_outlive_the_engine() -> None:
-    shelf = Shelf(keep=0)
+    shelf = Shelf(memory=15)
     with served_shelf(shelf) as (_, client):
         text(ask(client, "a"))
-        until(lambda: "a closed" in shelf.events)
         text(ask(client, "b"))
         lines = client.get("/metrics").text.splitlines()
+        text(ask(client, "a"))
+        again = client.get("/metrics").text.splitlines()
+    assert shelf.events == ["a loaded", "a closed", "b loaded", "b closed", "a loaded"]
+    gauges = ["num_requests_running", "kv_cache_usage_perc", "cache_config_info"]
+    gauges += ["num_requests_waiting", "prefix_pool_bytes", "prefix_pool_limit_bytes"]
+    for now, loaded in ((lines, "b"), (again, "a")):
+        for name in gauges:
+            (line,) = (line for line in now if line.startswith(f"vllm:{name}{{"))
+            assert f'model_name="{loaded}"' in line
+    counts = ['prompt_tokens_total{engine="0",model_name="a"}', "generation_tokens_total{"]
+    counts += ['iteration_tokens_total_count{engine="0",model_name="a"}']
+    counts += ['accepted_tokens_per_pos_total{engine="0",model_name="a",position="0"}']
+    for name in counts:
+        before, after = (
+            float(line.rpartition(" ")[2])
+            for now in (lines, again)
+            for line in now
+            if name in line and 'model_name="a"' in line
+        )
+        assert after == 2 * before > 0, name
     count = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="a"} 1.0'
     assert count in lines
     names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
@@ -353,6 +378,53 @@ def test_prefix_caches_count(
         for own in (ServerOptions(**flags), ServerOptions(no_prefix_cache=True))
     ]
     assert sizes[0] - sizes[1] == limit
+
+
+def test_nothing_waits_for_ever_and_no_counter_falls() -> None:
+    """Whatever is asked, left, broken or loaded, each request ends within 20 seconds."""
+    shelf, seen, asked = Shelf(names="abc", memory=25, keep=0.05), Counter[str](), list[Any]()
+    models = st.sampled_from("abc")
+
+    class Requests(RuleBasedStateMachine):
+        @rule(model=models, tokens=st.sampled_from([1, 40, 150]))
+        def ask_model(self, model: str, tokens: int) -> None:
+            more = {"max_tokens": tokens, "ignore_eos": True}
+            asked.append(pool.submit(ask, client, model, **more))
+
+        @rule(model=models, seconds=st.sampled_from([0.005, 0.05]))
+        def leave(self, model: str, seconds: float) -> None:
+            with contextlib.suppress(httpx2.TimeoutException):
+                client.post("/v1/completions", json=LONG | {"model": model}, timeout=seconds)
+
+        @rule(model=models)
+        def break_engine(self, model: str) -> None:
+            if model in shelf.programs:
+                shelf.programs[model].fail = StepError("out of order")
+
+        @rule(broken=st.sets(models, max_size=1))
+        def break_loading(self, broken: set[str]) -> None:
+            shelf.broken = broken
+
+        @invariant()
+        def no_counter_falls(self) -> None:
+            for line in client.get("/metrics").text.splitlines():
+                name, _, value = line.rpartition(" ")
+                if re.match(r"vllm:\w+_(total|count|bucket|sum){", name):
+                    assert float(value) >= seen[name], line
+                    seen[name] = float(value)  # type: ignore[assignment]
+
+        @rule()
+        def wait(self) -> None:
+            while asked:
+                assert asked.pop().result(20).status_code in (200, 500)
+
+        def teardown(self) -> None:
+            self.wait()
+            until(lambda: server.services.open == 0)
+
+    with served_shelf(shelf) as (server, client), ThreadPoolExecutor(16) as pool:
+        run_state_machine_as_test(Requests, settings=FEW)
+    assert {name.partition("{")[0] for name in seen} >= {"vllm:generation_tokens_total"}
 
 
 @pytest.mark.parametrize(
