@@ -223,9 +223,7 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
             raise CheckpointError(
                 f"{path}: cut off or damaged: it ends within {info.name}; resume the download"
             )
-        tensors[info.name] = RawTensor(
-            path, info.name, kind.name, info.shape, block, nbytes, place
-        )
+        tensors[info.name] = RawTensor(path, info.name, kind.name, info.shape, block, nbytes, place)
     return header.keys, tensors
 
 

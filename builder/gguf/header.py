@@ -67,7 +67,7 @@ class HeaderBytes:
         """Read the name of a key or a tensor, which messages may show."""
         name = self.text()
         if not 0 < len(name) <= MOST_NAME or not name.isprintable():
-            raise ValueError(f"a name is {ascii(name[:20])}")
+            raise ValueError(f"a name is {name[:20]!a}")
         return name
 
     def value(self) -> Any:

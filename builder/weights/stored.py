@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from mtpbuild.builder.checkpoint.shards import more
+from mtpbuild.builder.checkpoint.shards import more, offer_unnamed_head
 from mtpbuild.builder.checkpoint.text_model import Part
 from mtpbuild.builder.formats import (
     DTYPES,
@@ -45,7 +45,11 @@ if TYPE_CHECKING:
 
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
 # Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
-UNUSED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+UNUSED = (
+    ".rotary_emb.inv_freq",
+    *(f".{x}_scale" for x in ("q", "k", "v", "kv", "prob", "prob_output")),
+    *(f".{x}_zero_point" for x in "qkv"),
+)
 # Parts of a quantised module for kernels that quantise its inputs or outputs, too.
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
@@ -247,7 +251,8 @@ class Checkpoint:
         family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
         if drafts:
-            refuse_stripped(self.folder, family, config, stored_count, explain_joining(self.folder))
+            instead = explain_joining(self.folder) or offer_unnamed_head(self.folder)
+            refuse_stripped(self.folder, family, config, stored_count, instead)
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
         fault = self._find_fault_of_modules(config) if count else None

@@ -98,9 +98,7 @@ def chat_templates(
     if given is not None:
         own = {DEFAULT: TemplateText(str(given), read_template(given))}
         return ChatTemplates(own, special)
-    sources = dict(_read_template_files(folder, names)) or dict(
-        _read_configured_templates(config)
-    )
+    sources = dict(_read_template_files(folder, names)) or dict(_read_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 
 
@@ -125,7 +123,7 @@ def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateTe
                 yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
             case _:
                 raise EngineFileError(
-                    f"{TOKENIZER_CONFIG}: a chat_template without name or template: "
+                    f"{TOKENIZER_CONFIG}: a chat_template without name or template; "
                     "rebuild the engine"
                 )
 

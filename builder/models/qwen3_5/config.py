@@ -31,6 +31,7 @@ USUAL: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 ATTENTION, DELTA = "full_attention", "linear_attention"  # names in `layer_types`
+SPARSE_STEP = "decoder_sparse_step"
 STATES = ("conv", "delta")
 
 
@@ -117,6 +118,8 @@ def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[st
         "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
         "intermediate_size": text.get("intermediate_size") or shared,
     }
+    if not experts:  # dense models' files may have these sizes, as zeros
+        renamed |= dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size", SPARSE_STEP))
     return {**text, **renamed}
 
 
@@ -137,7 +140,7 @@ def delta_layers(read: Reader) -> tuple[bool, ...]:
 def moe_layers(read: Reader) -> tuple[bool, ...]:
     """Read which layers have experts, if the model has any; MTP modules always have them."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
-    every = read.integer("decoder_sparse_step", 1, 1)
+    every = read.integer(SPARSE_STEP, 1, 1)
 
     def valid(value: Any) -> bool:
         return isinstance(value, list) and all(type(i) is int and 0 <= i < count for i in value)
