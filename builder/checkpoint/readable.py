@@ -19,6 +19,7 @@ from mtpbuild.runtime.files import read_json
 
 MODELOPT = "hf_quant_config.json"
 GPTQ = "quantize_config.json"
+OF_WEIGHTS = ("quant_algo", "quantized_layers", "config_groups", "bits", "w_bit", "fmt")
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
 
 
@@ -88,10 +89,19 @@ def read_quantisation(folder: Path) -> Mapping[str, Any]:
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
-        return {"quant_method": "modelopt", **modelopt, **settings}
+        settings = {"quant_method": "modelopt", **modelopt, **settings}
+    if keeps_weights(settings):
+        return {}
     if not settings and (gptq := read_object(folder / GPTQ)):
         return {"quant_method": "gptq", **gptq}
     return settings
+
+
+def keeps_weights(settings: Mapping[str, Any]) -> bool:
+    """Return whether settings are for the KV cache alone, whose format a build chooses itself."""
+    caches = any(value for key, value in settings.items() if key.startswith("kv_cache"))
+    weights = any(settings.get(key) for key in OF_WEIGHTS)
+    return caches and not weights and settings.get("quant_method") in (None, "modelopt", METHOD)
 
 
 def read_object(path: Path) -> dict[str, Any]:

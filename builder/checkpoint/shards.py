@@ -1,16 +1,20 @@
 """Find the safetensors files of a checkpoint, and refuse missing and truncated ones."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.text_model import find_text_name
+from mtpbuild.builder.checkpoint.readable import read_object
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checkpoint.text_model import MODULES, find_text_name
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.safetensors_header import read_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+HEAD_NAME = re.compile(r"(^|\.)(mtp|mtp_layers|eh_proj|enorm|hnorm|shared_head)\.")
 POINTER = b"version https://git-lfs"
 
 
@@ -22,25 +26,53 @@ class Index:
     shards: Mapping[str, str]
     total_size: int | None
 
-    def check(self, files: Mapping[str, Path]) -> None:
-        """Check that each tensor is in the shard that the index names; files: tensor -> file."""
-        wrong = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
-        if wrong:
-            named, shard = f"tensor {min(wrong)}{more(len(wrong) - 1)}", self.shards[min(wrong)]
-            raise CheckpointError(f"{self.path}: names {named}, which {shard} doesn't hold")
 
+def find_shards(folder: Path) -> list[Path]:
+    """Return the paths of a checkpoint's weights; raise if a file is missing or truncated.
 
-def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
-    """Return the paths of a checkpoint's weights, and the index if there is one.
-
-    Raises CheckpointError if a file is missing or truncated.
+    A file that is missing and holds nothing but MTP modules is left out: the trunk needs none.
     """
     index = read_index(folder)
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
-    shards = [folder / name for name in _read_names(index)]
+    heads = set() if index is None else _list_head_files(folder, index)
+    names = _read_names(index)
+    shards = [folder / name for name in names if name not in heads or (folder / name).exists()]
     _refuse_incomplete(folder, shards, None if index is None else index.total_size)
-    return shards, index
+    return shards
+
+
+def _list_head_files(folder: Path, index: Index) -> set[str]:
+    """Return the files that hold nothing but MTP modules, by index and config.json."""
+    raw = read_object(folder / CONFIG)
+    text = raw.get("text_config")
+    count = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
+
+    def is_head(name: str) -> bool:
+        name = find_text_name(name) or ""
+        layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
+        later = layer is not None and isinstance(count, int) and int(layer[1]) >= count
+        return later or name.startswith((MODULES, "model.mtp_layers."))
+
+    return {*index.shards.values()} - {s for n, s in index.shards.items() if not is_head(n)}
+
+
+def find_unnamed_head(folder: Path) -> Path | None:
+    """Return a file with MTP modules that lies in a folder, but that its index does not name."""
+    try:
+        names = {*read_shard_names(folder)}
+        for path in sorted(folder.glob("*.safetensors")):
+            if path.name not in names and any(map(HEAD_NAME.search, read_header(path)[0])):
+                return path
+    except (CheckpointError, OSError, ValueError):
+        pass  # opening the checkpoint reports it
+    return None
+
+
+def offer_unnamed_head(folder: Path) -> str:
+    """Return the end of a message about a missing head, if one lies beside the weights."""
+    head = find_unnamed_head(folder)
+    return "" if head is None else f"; {head.name}, which lies beside, has one: --mtp {head}"
 
 
 def has_weights(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 WRAPPED = "model.language_model."  # a text model beside a vision tower
 OUTSIDE = "language_model."  # the same, as MLX has it
+MODULES = "mtp."  # prefix of MTP modules, which some write inside the model
 TOWERS = ("model.visual.", "vision_tower.")
 STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
 # MLX's stacks, of experts and of kv_b_proj's heads, and a part of their numbers.
@@ -17,7 +18,8 @@ def find_text_name(name: str) -> str | None:
     if name.startswith(TOWERS):
         return None
     name = name.removeprefix(OUTSIDE)
-    return f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
+    name = f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
+    return name.removeprefix("model.") if name.startswith(f"model.{MODULES}") else name
 
 
 def unstack(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint import readable
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_index, read_shard_names
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
@@ -210,11 +210,11 @@ def check_headers(
     names: of the weights' files, whose headers alone are fetched. drafts: whether MTP modules are
     needed.
     """
-    where, index = Path(repository.name), read_index(repository.folder)
+    where = Path(repository.name)
     with ThreadPoolExecutor(MOST_REQUESTS) as threads:
         headers = threads.map(repository.read_header, names)
         shards = [describe_tensors(where / n, h) for n, h in zip(names, headers, strict=True)]
-    opened = collect_tensors(repository.folder, shards, index)
+    opened = collect_tensors(repository.folder, shards)
     if request.mtp is not None:
         opened = join_head(opened, request.mtp, load_config(repository.folder))
     named = replace(cut_tensors(opened, request.layers), folder=where)

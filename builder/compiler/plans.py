@@ -7,6 +7,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
+from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
@@ -97,7 +98,7 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
 
 def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -> dict[Path, Plan]:
     """Return the plan of the engine for each nextn, by the engine's folder."""
-    nextns = choose_nextns(config, request)
+    nextns = choose_nextns(config, request, source.folder)
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options, flags=True)
     check_target(target, request, options, nextns)
@@ -166,14 +167,14 @@ def choose_draft_ids(
     return draft_ids(request.draft_vocab, folder, vocab_size)
 
 
-def choose_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:
+def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> tuple[Nextn, ...]:
     """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
     if request.nextn is not None:
         return in_order(request.nextn)
     if config.num_nextn_predict_layers == 0:
         raise UsageError(
             "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "
-            "the same model with --mtp FILE_OR_FOLDER"
+            f"the same model with --mtp FILE_OR_FOLDER{offer_unnamed_head(folder)}"
         )
     return (config.num_nextn_predict_layers,)
 

@@ -1,7 +1,7 @@
 """Find the MTP modules that a checkpoint holds, by the names of its tensors."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
@@ -10,12 +10,15 @@ from mtpbuild.builder.models.family import Family
 KEY = "num_nextn_predict_layers"
 # Tensors beside `Family.join` by which a layer after the trunk's is known as a module.
 SIGNS = ("enorm", "hnorm", "shared_head")
-OWN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")  # in files that hold a head alone
-OWN_PREFIX = "mtp."
+OWN_LAYER = re.compile(r"(.*?layers\.)(\d{1,9})\.(.+)")
 NOT_OWN = ("model.", "lm_head.")
 # Prefixes of a module that has no number, as MLX keeps it in a file of its own.
 PREFIXES = ("mtp.", "model.mtp_block.", "model.", "")
-SPELLED = {"shared_head_norm.": "shared_head.norm.", "lm_head.": "shared_head.head."}
+SPELLED = {
+    "shared_head_norm.": "shared_head.norm.",
+    "lm_head.": "shared_head.head.",
+    "decoder.": "",
+}
 # Ends the message about a head that can't be used.
 JOIN = (
     "build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that of the "
@@ -66,17 +69,31 @@ def set_modules(family: Family, raw: Mapping[str, Any], count: int) -> Mapping[s
     return {**raw, KEY: count, family.modules_key: count}
 
 
-def name_head_tensor(family: Family, c: ModelConfig, name: str) -> str | None:
-    """Return a module's tensor's name in the model's checkpoint, from a file that holds heads.
+def name_modules(family: Family, c: ModelConfig, names: Collection[str]) -> dict[str, str]:
+    """Return the names of modules' tensors in the model's checkpoint, from a file that has heads.
 
-    Such files may count layers from 0, and leave out the prefix `mtp.`.
+    Such files may leave out the prefix `mtp.`, and number layers from 0 or as another model does:
+    SGLang's have `model.layers.0`. So modules are known by what only modules have.
     """
-    bare = name.removeprefix(OWN_PREFIX)
-    if match := OWN_LAYER.fullmatch(bare):
-        return f"{family.name_module(c, int(match[1]))}.{match[2]}"
-    if family.module_extra_prefix and not bare.startswith(NOT_OWN):
-        return family.module_extra_prefix + bare
-    return None
+    layers = {name: match for name in names if (match := OWN_LAYER.fullmatch(name))}
+    signs = tuple(f"{sign}." for sign in (family.join, *SIGNS))
+    prefixes = (family.modules, family.modules.removeprefix("model."), "layers.")
+    own = {
+        (match[1], int(match[2]))
+        for match in layers.values()
+        if (match[1] in prefixes if family.modules else match[3].startswith(signs))
+    }
+    places = {place: family.name_module(c, j) for j, place in enumerate(sorted(own))}
+    found = {
+        name: f"{places[place]}.{match[3]}"
+        for name, match in layers.items()
+        if (place := (match[1], int(match[2]))) in places
+    }
+    if extra := family.module_extra_prefix:
+        rest = [name for name in names if name not in layers and not name.startswith(NOT_OWN)]
+        prefixed = [name for name in rest if name.startswith(extra)]
+        found |= {name: extra + name.removeprefix(extra) for name in prefixed or rest}
+    return found
 
 
 def name_lone_tensor(family: Family, c: ModelConfig, name: str) -> str:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_quantisation
-from mtpbuild.builder.checkpoint.shards import Index, find_shards
+from mtpbuild.builder.checkpoint.shards import find_shards
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
 from mtpbuild.builder.formats import Format, name_own
@@ -41,13 +41,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
         return Checkpoint(find_own_path(find_trunk(folder)), dict(read_gguf_entries(folder)), 0, {})
-    paths, index = find_shards(folder)
-    return collect_tensors(folder, map(list_entries, paths), index)
+    return collect_tensors(folder, map(list_entries, find_shards(folder)))
 
 
-def collect_tensors(
-    folder: Path, shards: Iterable[Iterable[FileEntry]], index: Index | None
-) -> Checkpoint:
+def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Checkpoint:
     """Return the checkpoint of these shards' tensors, whose files need not be here."""
     tensors: dict[str, FileEntry] = {}
     files: dict[str, Path] = {}
@@ -60,8 +57,6 @@ def collect_tensors(
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
         tensors |= found
-    if index is not None:
-        index.check(files)
     tower = sum(find_text_name(name) is None for name in files)
     return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
 

@@ -13,8 +13,8 @@ from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
     is_module,
-    name_head_tensor,
     name_lone_tensor,
+    name_modules,
 )
 from mtpbuild.builder.weights.files import (
     collect_tensors,
@@ -40,7 +40,7 @@ def find_head_files(place: Path) -> list[Path]:
     if not place.is_dir():
         raise CheckpointError(f"--mtp {place}: no such file or folder")
     if (place / INDEX).is_file() or (place / SINGLE).is_file():
-        return find_shards(place)[0]
+        return find_shards(place)
     if files := sorted(place.glob("*.safetensors")):
         return files
     raise CheckpointError(f"--mtp {place}: no safetensors file is in this folder")
@@ -57,15 +57,9 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
     refuse_other_model(place, folder, stored, config)
-    opened = collect_tensors(folder, [stored], None)
-    tensors = {
-        name: entry for name, entry in opened.tensors.items() if is_module(family, config, name)
-    }
-    if not tensors:
-        named = (
-            (name_head_tensor(family, config, n), entry) for n, entry in opened.tensors.items()
-        )
-        tensors = {name: entry for name, entry in named if name is not None}
+    opened = collect_tensors(folder, [stored])
+    names = name_modules(family, config, opened.tensors)
+    tensors = {names[name]: entry for name, entry in opened.tensors.items() if name in names}
     alone = (f"{prefix}{family.join}.weight" for prefix in PREFIXES)
     if not tensors and any(name in opened.tensors for name in alone):
         tensors = {

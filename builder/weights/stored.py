@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from mtpbuild.builder.checkpoint.shards import more
+from mtpbuild.builder.checkpoint.shards import more, offer_unnamed_head
 from mtpbuild.builder.checkpoint.text_model import Part
 from mtpbuild.builder.formats import (
     DTYPES,
@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 MOST_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
 # Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
-UNUSED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+UNUSED = (
+    ".rotary_emb.inv_freq",
+    *(f".{x}_scale" for x in ("q", "k", "v", "kv", "prob", "prob_output")),
+    *(f".{x}_zero_point" for x in "qkv"),
+)
 # Parts of a quantised module for kernels that quantise its inputs or outputs, too.
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
@@ -260,7 +264,8 @@ class Checkpoint:
             return replace(config, num_nextn_predict_layers=0)
         # A fault of the whole checkpoint is none of its head alone.
         trunk_fault = self._find_fault(config, head=False)
-        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{explain_joining(self.folder)}")
+        instead = explain_joining(self.folder) or offer_unnamed_head(self.folder)
+        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{instead}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""

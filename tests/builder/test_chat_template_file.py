@@ -114,12 +114,12 @@ SPOILT = {
         "tokenizer_config.json", b'{"added_tokens_decoder": {"1": {}}}', "is not a token",
     ),
     "a template without text": (
-        "tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "without name or",
+        "tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "without name or te",
     ),
     "a map of tokens": ("special_tokens_map.json", b"{", "not JSON"),
     "bytes": ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
     "syntax": ("chat_template.jinja", b"{% if %}", "line 1: Expected an expression"),
-    "syntax of another": ("additional_chat_templates/tool_use.jinja", b"{{ a", "line 1: unexp"),
+    "syntax of another": ("additional_chat_templates/tool_use.jinja", b"{{ a", "1: unexpected"),
 }  # fmt: skip
 
 

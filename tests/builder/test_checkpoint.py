@@ -373,13 +373,20 @@ def test_damaged_index(text: str, folder: Path) -> None:
     assert f"{folder / INDEX}: no usable weight_map" in refused(folder)
 
 
-def test_a_tensor_that_the_index_promises(folder: Path) -> None:
+def test_what_the_index_promises(folder: Path) -> None:
+    """A tensor that no weight needs may be missing; one that is needed is named."""
     shard(folder)
+    raw = json.loads((folder / INDEX).read_text())
+    raw["weight_map"] |= {"model.layers.0.self_attn.sinks": min(raw["weight_map"].values())}
+    (folder / INDEX).write_text(json.dumps(raw))
+    whole = check(folder)
     file = folder / "model-00001-of-00003.safetensors"
     tensors = load_file(file)
     name = min(tensors)
+    scales = ("self_attn.q_scale", "self_attn.attn.prob_output_scale", "self_attn.k_proj.v_scale")
+    extra = {f"model.layers.0.{each}": torch.ones(1) for each in scales}
+    save_file(tensors | extra, file)
+    assert_equal(check(folder), whole)
     tensors.pop(name)
     save_file(tensors, file)
-    assert refused(folder) == (
-        f"{folder / INDEX}: names tensor {name}, which {file.name} doesn't hold"
-    )
+    assert refused(folder) == f"{folder}: missing tensor {name}"

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.program.opened_model import OpenedModel
@@ -141,16 +141,83 @@ def test_the_line_about_formats(trunk: Path, head: Path, tmp_path: Path) -> None
     assert "unchanged" not in invoke(*flags)[1]  # the head is among what an engine is made of
 
 
-def test_names_of_heads_alone(tmp_path: Path) -> None:
-    """Qwen3.5's, with the prefix and without it, and a layer that is counted from 0."""
-    folder = save_family(tmp_path / "qwen", "qwen3.5", make_family("qwen3.5"))
+HEAD_NAMES: dict[str, tuple[str, str, Any]] = {  # a family, and how its names are changed
+    "bare": ("qwen3.5", "^mtp[.]", ""),
+    "in the model": ("qwen3.5", "^", "model."),
+    "in a wrapped model": ("qwen3.5", "^", "model.language_model."),
+    "another module's number": ("qwen3.5", r"layers\.0", "layers.7"),
+    "SGLang's NextN": ("deepseek", r"layers\.\d+", "layers.0"),
+    "SGLang's class": (
+        "deepseek", r"model\.layers\.\d+\.(?=(eh_proj|.norm|shared_head)|.*)",
+        lambda m: "model." if m[1] else "model.decoder.",
+    ),
+    "a larger model's number": ("deepseek", r"layers\.\d+", "layers.61"),
+    "with mtp": ("deepseek", r"^model\.layers\.\d+", "mtp.layers.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HEAD_NAMES)
+def test_names_of_heads_alone(what: str, smallest: Path, tmp_path: Path) -> None:
+    """Modules are known by what only modules have, whatever prefix and number they have."""
+    family, old, new = HEAD_NAMES[what]
+    folder = smallest
+    if family == "qwen3.5":
+        folder = save_family(tmp_path / "qwen", "qwen3.5", make_family("qwen3.5"))
     config, tensors = load_config(folder), load_file(folder / SINGLE)
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
-    save_file(own, tmp_path / "with.safetensors")
-    bare = {name.removeprefix("mtp."): tensor for name, tensor in own.items()}
-    save_file(bare, tmp_path / "without.safetensors")
-    for file in ("with", "without"):
-        assert open_head(tmp_path / f"{file}.safetensors", config).tensors.keys() == own.keys()
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(("mtp.", LAYER))}
+    names = {re.sub(old, new, name): name for name in own}
+    assert names.keys() != own.keys()
+    save_file({theirs: own[name] for theirs, name in names.items()}, tmp_path / "h.safetensors")
+    head = open_head(tmp_path / "h.safetensors", config)
+    assert head.tensors.keys() == own.keys()
+    assert all(torch.equal(head.read(name), tensor.float()) for name, tensor in own.items())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_modules_inside_the_model(prefix: str, tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "qwen", "qwen3.5", make_family("qwen3.5"))
+    plain = opened(folder, 1, tmp_path / "n1").checkpoint.tensors.keys()
+    edit(folder, lambda t: [t.update({prefix + n: t.pop(n)}) for n in [*t] if n[:4] == "mtp."])
+    assert opened(folder, 1, tmp_path / "n1").checkpoint.tensors.keys() == plain
+
+
+@pytest.mark.parametrize("model", ["deepseek", "qwen3.5"])
+def test_an_absent_file_of_the_head(model: str, smallest: Path, tmp_path: Path) -> None:
+    """Without drafts it is not missed; with drafts a line says so; the trunk's files are needed."""
+    folder = tmp_path / "model"
+    if model == "deepseek":
+        shutil.copytree(smallest, folder)
+    else:
+        save_family(folder, "qwen3.5", make_family("qwen3.5"))
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    head = {name: tensor for name, tensor in tensors.items() if name.startswith(("mtp.", LAYER))}
+    save_file({n: t for n, t in tensors.items() if n not in head}, folder / "a.safetensors")
+    names = {n: "mtp.safetensors" if n in head else "a.safetensors" for n in tensors}
+    index = {"weight_map": names, "metadata": {"total_size": 10**6}}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert opened(folder, 0, tmp_path / "n0").config.num_nextn_predict_layers == 0
+    with pytest.raises(CheckpointError, match=r"was stripped .*: build with --nextn 0, or join"):
+        opened(folder, 1, tmp_path / "n1")
+    save_file(head, folder / "mtp.safetensors")
+    assert opened(folder, 1, tmp_path / "n1").config.num_nextn_predict_layers == 1
+    (folder / "a.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"shard a\.safetensors named by .* is missing"):
+        opened(folder, 0, tmp_path / "n0")
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_head_that_lies_beside_is_offered(count: int, trunk: Path, head: Path) -> None:
+    """It is not used unasked, as it may be another one's; other files beside are not heads."""
+    raw = json.loads((trunk / "config.json").read_text()) | {"num_nextn_predict_layers": count}
+    (trunk / "config.json").write_text(json.dumps(raw))
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(1)}, trunk / "adapter.safetensors")
+    flags = ("build", "--model", trunk, "--out", trunk / "out", *(("--nextn", "1") * count))
+    assert "lies beside" not in refusal(*flags, code=2 - count)
+    shutil.copy(head / "mtp.safetensors", place := trunk / "mtp.safetensors")
+    line = refusal(*flags, code=2 - count)
+    assert f"mtp.safetensors, which lies beside, has one: --mtp {place}" in line
+    assert opened(trunk, 1, trunk / "out", mtp=place).config.num_nextn_predict_layers == 1
 
 
 WRONG: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {

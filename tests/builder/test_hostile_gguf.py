@@ -111,7 +111,7 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "a name without letters": ("", number(*INT, 1), "a name is ''"),
     "a name of two lines": ("a\nb", number(*INT, 1), r"a name is 'a\nb'"),
     "a text that is not UTF-8": ("x", struct.pack("<I", TEXT) + text(b"\xff"), "can't decode"),
-    "block_count 2^31": ("qwen35.block_count", number(*INT, 1 << 31), "block_count must be an in"),
+    "block_count 2^31": ("qwen35.block_count", number(*INT, 1 << 31), "block_count must be an"),
     "block_count 2^20": ("qwen35.block_count", number(*INT, 1 << 20), "1048575 layers and 1 MTP m"),
     "block_count 0": ("qwen35.block_count", number(*INT, 0), "must be an integer of 1..16777216"),
     "block_count of text": ("qwen35.block_count", struct.pack("<I", 8) + text("4"), "integer of 1"),
@@ -132,7 +132,7 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     ),
     "merges of integers": (f"{NAMES}merges", array(4, 2, bytes(8)), "merges is no list of texts"),
     "tokens of integers": (f"{NAMES}tokens", array(4, 2, bytes(8)), "tokens is no list of texts"),
-    "tokens that are one text": (f"{NAMES}tokens", struct.pack("<I", 8) + text("a"), "is no list"),
+    "tokens that are one text": (f"{NAMES}tokens", struct.pack("<I", 8) + text("a"), "no list of"),
     "types that are a number": (f"{NAMES}token_type", number(*INT, 1), "has no type of each of 61"),
     "merges without a pair": (
         f"{NAMES}merges", array(TEXT, 2, text("") + text("x")), "no usable merges",

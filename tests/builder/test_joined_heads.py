@@ -158,11 +158,6 @@ OTHERS: dict[str, tuple[Callable[[Tensors], Any], dict[str, Any], str]] = {
         {},
         "has shape",
     ),
-    "layers": (
-        lambda t: [t.update({re.sub(r"layers\.\d+", "layers.7", n): t.pop(n)}) for n in [*t]],
-        {},
-        "MTP layer",
-    ),
 }  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def test_a_head_with_the_prefix(tmp_path: Path) -> None:
     assert torch.equal(joined.read("mtp.norm.weight"), tensors["norm.weight"].float() - 1)
     entries = list_entries(folder / SINGLE)
     (folder / SINGLE).unlink()
-    assert collect_tensors(folder, [entries], None).tensors["mtp.norm.weight"].source is None
+    assert collect_tensors(folder, [entries]).tensors["mtp.norm.weight"].source is None
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")

@@ -35,6 +35,7 @@ USUAL_NEXT: dict[str, Any] = USUAL_MOE | {
     "n_routed_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632,
 }  # fmt: skip
 ATTENTION, DELTA = "full_attention", "linear_attention"  # names in `layer_types`
+SPARSE_STEP = "decoder_sparse_step"
 STATES = ("conv", "delta")
 
 
@@ -97,7 +98,8 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     kind = f"{text.get('model_type')} {raw.get('model_type')} {raw.get('architectures')}".lower()
     packed, mixture = "next" in kind, "moe" in kind or text.get("num_experts")
     usual = USUAL_NEXT if packed else USUAL_MOE if mixture else USUAL
-    read = Reader(read_text_values(raw, text), usual)
+    dense = not text.get("num_experts", usual.get("n_routed_experts"))
+    read = Reader(read_text_values(raw, text, dense=dense), usual)
     read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
     sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
     config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
@@ -112,7 +114,9 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     return config
 
 
-def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+def read_text_values(
+    raw: Mapping[str, Any], text: Mapping[str, Any], *, dense: bool
+) -> dict[str, Any]:
     """Return the text model's values under the names that other families have."""
     renamed = {
         KEY: text.get(MODULES, raw.get(KEY)),
@@ -120,6 +124,8 @@ def read_text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[st
         "n_routed_experts": text.get("num_experts"),
         "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
     }
+    if dense:  # its file may have these sizes, as zeros
+        renamed |= dict.fromkeys(("num_experts_per_tok", "moe_intermediate_size", SPARSE_STEP))
     return {**text, **renamed}
 
 
@@ -140,7 +146,7 @@ def delta_layers(read: Reader) -> tuple[bool, ...]:
 def moe_layers(read: Reader) -> tuple[bool, ...]:
     """Read which layers have experts, if the model has any; MTP modules always have them."""
     count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
-    every = read.integer("decoder_sparse_step", 1, 1)
+    every = read.integer(SPARSE_STEP, 1, 1)
 
     def valid(value: Any) -> bool:
         return isinstance(value, list) and all(type(i) is int and 0 <= i < count for i in value)
