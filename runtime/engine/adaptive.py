@@ -34,7 +34,6 @@ class NextnChoice:
     nextn: int
     best: int
     verified: int  # drafts that the step could verify
-    trial: bool  # whether it is one, or the change back from one
 
 
 class AdaptiveNextn(StepLauncher):
@@ -73,8 +72,6 @@ class AdaptiveNextn(StepLauncher):
 
     def work_idle(self, programs: Programs) -> None:
         """Run a step of a new measurement of the step times, if the steps have refuted them."""
-        if not self.idle_work:
-            return
         steps = self._measurement or self._times.measure_again(cast(Adaptive, programs))
         self._measurement = None
         try:
@@ -104,8 +101,7 @@ class AdaptiveNextn(StepLauncher):
         trial = self._choose_trial(beliefs, best, times, max(left.values()))
         nextn = best if trial is None else trial
         verified = nextn if last is None else min(nextn, last.nextn)
-        after_trial = last is not None and last.nextn != last.best
-        self._last = NextnChoice(nextn, best, verified, nextn != best or after_trial)
+        self._last = NextnChoice(nextn, best, verified)
         return nextn
 
     def record_time(self, size: StepSize, seconds: float) -> None:
@@ -118,13 +114,13 @@ class AdaptiveNextn(StepLauncher):
         self._beliefs[request] = self._model.update(self._beliefs[request], accepted, drafted)
 
     def _settle(self, last: NextnChoice, times: Seconds, expected: Floats, rate: float) -> None:
-        """Update the credit: each step adds to it, and trials take what they lost.
+        """Update the credit: each step adds to it, and trials and changes take what they lost.
 
         The loss is what is expected after the step, as its own tokens are few. rate: expected
         tokens with the best nextn, in the time of a step without drafts.
         """
         self._credit += TRIAL_SHARE * float(times[last.nextn])
-        if last.trial:
+        if last.nextn != last.best or last.verified < last.nextn:
             self._credit -= float(times[last.nextn] - expected[last.verified] / rate)
 
     def _choose_trial(self, beliefs: Belief, best: int, times: Seconds, left: int) -> int | None:
@@ -134,8 +130,6 @@ class AdaptiveNextn(StepLauncher):
         """
         last = self._last
         tried = last.nextn if last is not None and last.nextn != last.best else None
-        if tried is not None and last is not None and best != last.best:  # it pays, as was shown
-            self._credit, tried = max(self._credit, 0.0), None
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried

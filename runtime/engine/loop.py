@@ -90,7 +90,7 @@ class Loop:
     def step(self) -> None:
         """Run a chunk of each rank's next prompt, and a decode step of all running requests."""
         self.release()
-        if self.scheduler.idle:
+        if self.idle_work and self.scheduler.idle:
             self._launcher.work_idle(self.programs)
         self._close_gaps()
         for filling in self.scheduler.turns():

@@ -34,22 +34,21 @@ SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step that a table may have
 STEPS = 10  # measured steps of each nextn
 SLOW, SLOW_STEPS = 0.03, 2  # seconds from which a step is slow; measured steps of such a nextn
 LOAD_SECONDS, BUILD_SECONDS = 2.0, 60.0  # for measurements at a load, at the end of a build
-MOST_BYTES = 1 << 20  # of a file; a table of 1,024 slots has 3,000
+MOST_BYTES = 1 << 20  # of a file; a table has about 2,000
 SAMPLED = StepControls(temperature=1.0)
 # An unmeasured step is taken as the time of one without drafts, plus this share for each draft.
 SHARE_PER_DRAFT = 0.3
-# A step's logarithmic error has a part that all steps share, one that all steps with drafts share
-# and one of its nextn. Their variances, and what each step adds to them, as machines change:
-SHARED, SHARED_DRIFT, DRIFT = 100.0, 6e-5, 4e-6
-LEAST_DOUBT, MOST_DOUBT = 0.3, 0.5  # deviation of the latter two, for a good and for a bad table
-DOUBT_PER_DAY = 0.01  # since the table was measured
-NOISE = 0.01  # variance of a single step's logarithm
-DISTURBED = 4.0  # deviations from which a step is not counted
+# The logarithm of a time's error has a part that all times share, one that all with drafts share,
+# and one of its own. The latter two have a deviation of LEAST_DOUBT after a quiet measurement; age
+# and spread add to it. NOISE is the variance of single steps; the drifts are what each step adds to
+# the parts' variances, as machines change. A step that is off by DISTURBED deviations corrects
+# nothing: if the machine has another speed now, the next step tells.
+SHARED, SHARED_DRIFT, OWN_DRIFT, NOISE, DISTURBED = 100.0, 6e-5, 4e-6, 0.02, 4.0
+LEAST_DOUBT, DOUBT_PER_DAY, MOST_DOUBT = 0.3, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
 OFF_RATIO, OFF_STEPS, PATIENCE = 1.25, 50, 10
 KEEP_STEPS, KEEP_CHANGE = 256, 0.1  # how often corrections are kept; of which logarithm at least
-DAY = 86400.0
 
 log = logging.getLogger("mtpbuild")
 
@@ -74,34 +73,17 @@ class StepTable(BaseModel):
     slots: dict[int, list[float]] = {}  # by number of slots, with SHORT rows each
     sampled: list[float] = []  # one slot, which samples
     long: list[float] = []  # one slot, with LONG rows or as many as fit
-    measured: float = 0.0  # Unix time; 0 if unknown
+    measured: float = 0.0  # Unix time
+    factors: list[float] = []  # corrections by later steps
     spread: float = 0.0  # by how much the median steps took longer than the shortest
 
-    def fits(self, nextn: int, slots: float = math.inf) -> bool:
+    def fits(self, nextn: int, most_slots: float = math.inf) -> bool:
         """Return whether these can be times of an engine's steps; points may be missing."""
-        lists = [*self.slots.values(), *filter(None, (self.sampled, self.long))]
-        return (
-            all(len(seconds) == nextn + 1 for seconds in lists)
-            and all(SHORTEST <= number <= LONGEST for seconds in lists for number in seconds)
-            and all(1 <= size <= slots for size in self.slots)
-            and all(math.isfinite(number) for number in (self.measured, self.spread))
-        )
-
-    def scale(self, factors: Seconds) -> "StepTable":
-        """Return the table with each nextn's seconds multiplied by its factor."""
-
-        def scale(seconds: list[float]) -> list[float]:
-            return (np.array(seconds) * factors).tolist() if seconds else []
-
-        slots = {size: scale(seconds) for size, seconds in self.slots.items()}
-        changed = {"slots": slots, "sampled": scale(self.sampled), "long": scale(self.long)}
-        return self.model_copy(update=changed)
-
-    @property
-    def doubt(self) -> float:
-        """The standard deviation of the logarithmic error of a nextn's seconds."""
-        days = max(time.time() - self.measured, 0) / DAY
-        return min(LEAST_DOUBT + DOUBT_PER_DAY * days + self.spread, MOST_DOUBT)
+        lists = [*self.slots.values(), *filter(None, (self.sampled, self.long, self.factors))]
+        whole = all(len(numbers) == nextn + 1 for numbers in lists)
+        usual = all(SHORTEST <= number <= LONGEST for numbers in lists for number in numbers)
+        usual = usual and 0 <= self.measured < math.inf and 0 <= self.spread < math.inf
+        return whole and usual and all(1 <= size <= most_slots for size in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +101,7 @@ class StepTableFile:
             table = StepTable.model_validate_json(text)
             if table.fits(build.nextn, build.slots):
                 return table
-        return StepTable()
+        return StepTable(measured=time.time())
 
     def write(self, table: StepTable) -> None:
         try:
@@ -161,9 +143,11 @@ class StepTimes:
         self._by_slots: dict[int, Seconds] = {}
         drafts = np.arange(self._nextn + 1) > 0
         own = np.outer(drafts, drafts) + np.eye(self._nextn + 1)
-        self._errors, self._kept = np.zeros((2, self._nextn + 1))  # logarithms
-        self._covariance = SHARED + table.doubt**2 * own
-        self._drift = SHARED_DRIFT + DRIFT * own
+        self._errors = self._kept = np.log(table.factors or np.ones(self._nextn + 1))
+        days = max(time.time() - table.measured, 0) / 86400
+        doubt = min(LEAST_DOUBT + DOUBT_PER_DAY * days + table.spread, MOST_DOUBT)
+        self._covariance = SHARED + doubt**2 * own
+        self._drift = SHARED_DRIFT + OWN_DRIFT * own
         self._factors = np.exp(self._errors)
         self._steps = self._off = 0
 
@@ -193,26 +177,22 @@ class StepTimes:
     def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
         """Correct the times by a step's measured seconds."""
         error = math.log(max(seconds, 1e-9) / float(self.seconds(size)[nextn]))
-        self._count_off(error + float(self._errors[nextn]))
+        if not self.refuted:
+            off = abs(error + self._errors[nextn]) > math.log(OFF_RATIO)
+            self._off = max(self._off + (1 if off else -1), 0)
         self._covariance += self._drift
         column = self._covariance[nextn]
         variance = float(column[nextn]) + NOISE
         if abs(error) > DISTURBED * math.sqrt(variance):
-            self._covariance += SHARED  # if the machine has another speed now, the next step sets it
+            self._covariance += SHARED
         else:
             gain = column / variance
-            self._errors += gain * error
+            self._errors = self._errors + gain * error
             self._covariance -= np.outer(gain, column)
-        self._factors = np.exp(self._errors)
+            self._factors = np.exp(self._errors)
         self._steps += 1
         if self._steps % KEEP_STEPS == 0:
             self.keep()
-
-    def _count_off(self, error: float) -> None:
-        """Count the steps that refute the table, by the logarithm of its error."""
-        if not self.refuted:
-            off = abs(error) > math.log(OFF_RATIO)
-            self._off = max(self._off + (1 if off else -1), 0)
 
     @property
     def refuted(self) -> bool:
@@ -223,14 +203,14 @@ class StepTimes:
         """Keep the corrected table for later starts, if corrections have changed."""
         change = float(np.abs(self._errors - self._kept).max())
         if self._file is not None and self._table.slots and change > KEEP_CHANGE:
-            self._kept = self._errors.copy()
-            self._file.write(self._table.scale(self._factors))
+            self._kept = self._errors
+            self._file.write(self._table.model_copy(update={"factors": self._factors.tolist()}))
 
     def measure_again(self, programs: Adaptive) -> Iterator[None]:
         """Measure a new table while no request runs; yield after each step."""
         assert self._file is not None
         self._off, self._off_limit = 0, self._off_limit * PATIENCE
-        table = StepTable()
+        table = StepTable(measured=time.time())
         yield from _measure(programs, self._file.manifest, table, math.inf)
         self._file.write(table)
         self._use(table)
@@ -278,8 +258,6 @@ def _measure(
 ) -> Iterator[None]:
     """Measure the table's missing points for about so many seconds; yield after each step."""
     build, start = manifest.build, time.perf_counter()
-    if not table.slots:
-        table.measured = time.time()
     powers = [1 << i for i in range(build.slots.bit_length())]
     for size in dict.fromkeys([1, build.slots, *(p for p in powers if p < build.slots)]):
         if size not in table.slots and time.perf_counter() - start < seconds:
