@@ -1,8 +1,7 @@
 """The choice of the number of drafts per step, from acceptance and step times."""
 
-import logging
 import time
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,9 +11,7 @@ from mtpbuild.runtime.contract.programs import Adaptive, Bools, Floats, Programs
 from mtpbuild.runtime.engine.acceptance import PRIOR, AcceptanceModel, Belief
 from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.engine.step_times import Seconds, StepSize, StepTimes
-from mtpbuild.runtime.errors import take_first_line
 
-log = logging.getLogger("mtpbuild")
 SWITCH_GAIN = 1.03  # required gain of a change, as the change's own step verifies fewer drafts
 TRIAL_SHARE = 0.01  # most of a request's time that trials may lose
 TRIAL_STEPS = 2  # steps of a trial after its first one, which has too few drafts to verify
@@ -51,8 +48,7 @@ class AdaptiveNextn(StepLauncher):
         self._beliefs: dict[Hashable, Belief] = {}
         self._credit = 0.0  # what trials may lose now, in steps without drafts
         self._trial_left = 0  # steps for which a trial goes on, whatever they show
-        self._last: NextnChoice | None = None
-        self._measurement: Iterator[None] | None = None  # of the step times, while idle
+        self._last = NextnChoice(most, most, most)
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         requests = [request for _, request in running]
@@ -68,18 +64,10 @@ class AdaptiveNextn(StepLauncher):
 
     @property
     def idle_work(self) -> bool:  # type: ignore[override]
-        return self._measurement is not None or self._times.refuted
+        return self._times.refuted
 
     def work_idle(self, programs: Programs) -> None:
-        """Run a step of a new measurement of the step times, if the steps have refuted them."""
-        steps = self._measurement or self._times.measure_again(cast(Adaptive, programs))
-        self._measurement = None
-        try:
-            for _ in steps:
-                self._measurement = steps
-                break
-        except Exception as error:
-            log.warning("note: step times can't be measured: %s", take_first_line(error))
+        self._times.measure_again(cast(Adaptive, programs))
 
     def close(self) -> None:
         self._times.keep()
@@ -94,19 +82,16 @@ class AdaptiveNextn(StepLauncher):
         expected = beliefs @ self._model.tokens
         rates = expected / times
         self._credit += TRIAL_SHARE * sum(min(tokens, HORIZON) for tokens in new) / len(left)
-        if last is not None:
-            self._settle(last, times, expected, float(rates.max()))
-            rates[last.best] *= SWITCH_GAIN
+        self._settle(last, times, expected, float(rates.max()))
+        rates[last.best] *= SWITCH_GAIN
         best = int(rates.argmax())
         trial = self._choose_trial(beliefs, best, times, max(left.values()))
         nextn = best if trial is None else trial
-        verified = nextn if last is None else min(nextn, last.nextn)
-        self._last = NextnChoice(nextn, best, verified)
+        self._last = NextnChoice(nextn, best, min(nextn, last.nextn))
         return nextn
 
     def record_time(self, size: StepSize, seconds: float) -> None:
         """Record the time of the step whose nextn was chosen last."""
-        assert self._last is not None
         self._times.correct(size, self._last.nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
@@ -129,7 +114,7 @@ class AdaptiveNextn(StepLauncher):
         beliefs: their sum over requests. left: tokens of the longest answer.
         """
         last = self._last
-        tried = last.nextn if last is not None and last.nextn != last.best else None
+        tried = last.nextn if last.nextn != last.best else None
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried
@@ -143,9 +128,6 @@ class AdaptiveNextn(StepLauncher):
         affordable = loss <= self._credit
         if tried is not None and self._credit > 0:
             affordable[tried] = True
-        affordable[best] = False
-        if not affordable.any():  # as in most steps: what trials may gain need not be computed
-            return None
         # If the levels were known, then the requests of which levels would gain how much? Steps
         # with fewer drafts tell nothing about levels.
         gained = tokens / times - (tokens[:, best] / times[best])[:, None]
@@ -155,6 +137,7 @@ class AdaptiveNextn(StepLauncher):
         lucky = expected / times * np.exp(LUCK * doubts) - rate
         gain += LUCK_SHARE * np.maximum(lucky, 0) * TIMES_HORIZON
         worth = gain / rate * beliefs.sum() / rate / np.maximum(loss, 1e-9)
+        worth[best] = 0
         choice = int(np.where(affordable, worth, 0).argmax())
         if not affordable[choice] or worth[choice] <= TRIAL_GAIN:
             # A long time without trials is no reason for many at once.

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
+from mtpbuild.runtime.errors import take_first_line
 from mtpbuild.runtime.files import find_user_cache, read_text, replace_file
 from mtpbuild.runtime.limits import read_cpu_name
 from mtpbuild.runtime.threads import choose_default_threads
@@ -34,7 +35,6 @@ SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step that a table may have
 STEPS = 10  # measured steps of each nextn
 SLOW, SLOW_STEPS = 0.03, 2  # seconds from which a step is slow; measured steps of such a nextn
 LOAD_SECONDS, BUILD_SECONDS = 2.0, 60.0  # for measurements at a load, at the end of a build
-MOST_BYTES = 1 << 20  # of a file; a table has about 2,000
 SAMPLED = StepControls(temperature=1.0)
 # An unmeasured step is taken as the time of one without drafts, plus this share for each draft.
 SHARE_PER_DRAFT = 0.3
@@ -43,7 +43,8 @@ SHARE_PER_DRAFT = 0.3
 # and spread add to it. NOISE is the variance of single steps; the drifts are what each step adds to
 # the parts' variances, as machines change. A step that is off by DISTURBED deviations corrects
 # nothing: if the machine has another speed now, the next step tells.
-SHARED, SHARED_DRIFT, OWN_DRIFT, NOISE, DISTURBED = 100.0, 6e-5, 4e-6, 0.02, 4.0
+SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 1.0, 100.0, 6e-5, 1e-6
+NOISE, DISTURBED = 0.01, 4.0
 LEAST_DOUBT, DOUBT_PER_DAY, MOST_DOUBT = 0.3, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
@@ -97,7 +98,7 @@ class StepTableFile:
         """Return the table; an empty one if there is none, or if it is damaged."""
         build = self.manifest.build
         with contextlib.suppress(OSError, ValueError):
-            text = read_text(_find_path(self.manifest, self.threads), MOST_BYTES)
+            text = read_text(_find_path(self.manifest, self.threads), 1 << 20)
             table = StepTable.model_validate_json(text)
             if table.fits(build.nextn, build.slots):
                 return table
@@ -129,6 +130,7 @@ class StepTimes:
     ) -> None:
         self._nextn, self._long_rows, self._file = nextn, long_rows, file
         self._off_limit = OFF_STEPS
+        self._measurement: Iterator[None] | None = None
         self._use(table if table is not None and table.fits(nextn) else StepTable())
 
     def _use(self, table: StepTable) -> None:
@@ -146,7 +148,7 @@ class StepTimes:
         self._errors = self._kept = np.log(table.factors or np.ones(self._nextn + 1))
         days = max(time.time() - table.measured, 0) / 86400
         doubt = min(LEAST_DOUBT + DOUBT_PER_DAY * days + table.spread, MOST_DOUBT)
-        self._covariance = SHARED + doubt**2 * own
+        self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * own
         self._drift = SHARED_DRIFT + OWN_DRIFT * own
         self._factors = np.exp(self._errors)
         self._steps = self._off = 0
@@ -162,9 +164,12 @@ class StepTimes:
         return corrected
 
     def doubts(self, nextn: int) -> Seconds:
-        """Return the standard deviations of the logarithms of seconds divided by a nextn's."""
+        """Return the standard deviations of the logarithms of seconds divided by a nextn's.
+
+        Those that a single step would not make smaller are 0.
+        """
         own, others = self._covariance[nextn], self._covariance.diagonal()
-        deviations: Seconds = np.sqrt(np.maximum(others + own[nextn] - 2 * own, 0))
+        deviations: Seconds = np.sqrt(np.maximum(others + own[nextn] - 2 * own - NOISE, 0))
         return deviations
 
     def _look_up_seconds(self, slots: int) -> Seconds:
@@ -197,7 +202,7 @@ class StepTimes:
     @property
     def refuted(self) -> bool:
         """Whether the table is to be measured again."""
-        return self._off >= self._off_limit and self._file is not None
+        return self._measurement is not None or self._off >= self._off_limit
 
     def keep(self) -> None:
         """Keep the corrected table for later starts, if corrections have changed."""
@@ -206,14 +211,24 @@ class StepTimes:
             self._kept = self._errors
             self._file.write(self._table.model_copy(update={"factors": self._factors.tolist()}))
 
-    def measure_again(self, programs: Adaptive) -> Iterator[None]:
-        """Measure a new table while no request runs; yield after each step."""
-        assert self._file is not None
+    def measure_again(self, programs: Adaptive) -> None:
+        """Run a step of a new measurement, while there is no request; the last one ends it."""
+        steps = self._measurement or self._renew(programs)
+        self._measurement = None
+        try:
+            for _ in steps:
+                self._measurement = steps
+                break
+        except Exception as error:
+            log.warning("note: step times can't be measured: %s", take_first_line(error))
+
+    def _renew(self, programs: Adaptive) -> Iterator[None]:
         self._off, self._off_limit = 0, self._off_limit * PATIENCE
-        table = StepTable(measured=time.time())
-        yield from _measure(programs, self._file.manifest, table, math.inf)
-        self._file.write(table)
-        self._use(table)
+        if self._file is not None:
+            table = StepTable(measured=time.time())
+            yield from _measure(programs, self._file.manifest, table, math.inf)
+            self._file.write(table)
+            self._use(table)
 
 
 def _fit_line(seconds: Seconds) -> Seconds:
@@ -259,47 +274,41 @@ def _measure(
     """Measure the table's missing points for about so many seconds; yield after each step."""
     build, start = manifest.build, time.perf_counter()
     powers = [1 << i for i in range(build.slots.bit_length())]
-    for size in dict.fromkeys([1, build.slots, *(p for p in powers if p < build.slots)]):
-        if size not in table.slots and time.perf_counter() - start < seconds:
-            table.slots[size] = yield from _time_steps(programs, manifest, table, size)
+    for slots in dict.fromkeys([1, build.slots, *(p for p in powers if p < build.slots)]):
+        if slots not in table.slots and time.perf_counter() - start < seconds:
+            size = StepSize(slots, SHORT * slots)
+            table.slots[slots] = yield from _time_steps(programs, manifest, table, size)
     if not table.sampled and time.perf_counter() - start < seconds:
-        table.sampled = yield from _time_steps(programs, manifest, table, 1, controls=SAMPLED)
+        table.sampled = yield from _time_steps(programs, manifest, table, StepSize(1, SHORT, 1))
     if not table.long and time.perf_counter() - start < seconds:
-        rows = _choose_long_rows(manifest)
-        table.long = yield from _time_steps(programs, manifest, table, 1, rows=rows)
+        table.long = yield from _time_steps(programs, manifest, table, StepSize(1, LONG))
 
 
 def _time_steps(
-    programs: Adaptive,
-    manifest: Manifest,
-    table: StepTable,
-    slots: int,
-    *,
-    rows: int = SHORT,
-    controls: StepControls = GREEDY,
+    programs: Adaptive, manifest: Manifest, table: StepTable, size: StepSize
 ) -> Generator[None, None, list[float]]:
     """Return the seconds of a step, by nextn; yield after each step. The slots stay free.
 
     Tokens and drafts are random: equal ones would visit the same experts.
     """
     build, rng = manifest.build, np.random.default_rng(0)
-    rows = min(rows, build.max_seq_len - manifest.window)
-    active = np.arange(build.slots) < slots
+    rows = min(size.rows // size.slots, build.max_seq_len - manifest.window)
+    active = np.arange(build.slots) < size.slots
     rounds = list[list[float]]()
     while len(rounds) <= (STEPS if not rounds or max(rounds[-1]) < SLOW else SLOW_STEPS):
         rounds.append([])
         for nextn in range(build.nextn + 1):
             programs.draft(nextn)
-            for slot in range(slots):
+            for slot in range(size.slots):
                 newest, *drafts = rng.integers(manifest.model.vocab_size, size=nextn + 1).tolist()
-                programs.begin(slot, rows, newest, controls)
+                programs.begin(slot, rows, newest, SAMPLED if size.sampling else GREEDY)
                 programs.propose(slot, drafts)
             start = time.perf_counter()
             programs.step(active, rows + manifest.window)
             rounds[-1].append(time.perf_counter() - start)
             yield
     least = np.min(rounds[1:], 0)  # the first round is not counted; disturbances only add time
-    spread = float((np.median(rounds[1:], 0) / np.maximum(least, 1e-9)).mean()) - 1
+    spread = float((np.median(rounds[1:], 0) / least).mean()) - 1
     table.spread = max(table.spread, spread)
     found: list[float] = np.minimum.accumulate(least[::-1])[::-1].tolist()  # more drafts take more
     return found
