@@ -80,11 +80,13 @@ class StepTable(BaseModel):
 
     def fits(self, nextn: int, most_slots: float = math.inf) -> bool:
         """Return whether these can be times of an engine's steps; points may be missing."""
-        lists = [*self.slots.values(), *filter(None, (self.sampled, self.long, self.factors))]
+        lists = [*self.slots.values(), *filter(None, (self.sampled, self.long))]
+        rising = all(numbers == sorted(numbers) for numbers in lists)
+        lists += [self.factors] if self.factors else []
         whole = all(len(numbers) == nextn + 1 for numbers in lists)
         usual = all(SHORTEST <= number <= LONGEST for numbers in lists for number in numbers)
         usual = usual and 0 <= self.measured < math.inf and 0 <= self.spread < math.inf
-        return whole and usual and all(1 <= size <= most_slots for size in self.slots)
+        return whole and usual and rising and all(1 <= size <= most_slots for size in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class StepTimes:
     @property
     def refuted(self) -> bool:
         """Whether the table is to be measured again."""
-        return self._measurement is not None or self._off >= self._off_limit
+        off = self._file is not None and self._off >= self._off_limit
+        return off or self._measurement is not None
 
     def keep(self) -> None:
         """Keep the corrected table for later starts, if corrections have changed."""
@@ -213,22 +216,22 @@ class StepTimes:
 
     def measure_again(self, programs: Adaptive) -> None:
         """Run a step of a new measurement, while there is no request; the last one ends it."""
-        steps = self._measurement or self._renew(programs)
-        self._measurement = None
+        self._measurement = self._measurement or self._renew(programs)
         try:
-            for _ in steps:
-                self._measurement = steps
-                break
+            next(self._measurement, None)
         except Exception as error:
             log.warning("note: step times can't be measured: %s", take_first_line(error))
 
     def _renew(self, programs: Adaptive) -> Iterator[None]:
-        self._off, self._off_limit = 0, self._off_limit * PATIENCE
-        if self._file is not None:
+        try:
+            self._off, self._off_limit = 0, self._off_limit * PATIENCE
             table = StepTable(measured=time.time())
-            yield from _measure(programs, self._file.manifest, table, math.inf)
-            self._file.write(table)
+            file = cast(StepTableFile, self._file)
+            yield from _measure(programs, file.manifest, table, math.inf)
+            file.write(table)
             self._use(table)
+        finally:
+            self._measurement = None
 
 
 def _fit_line(seconds: Seconds) -> Seconds:
