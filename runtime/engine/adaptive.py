@@ -20,8 +20,8 @@ TRIAL_GAIN = 3.0  # required expected gain of a trial, over what it is expected 
 # of trials is reckoned for this many tokens at most, as most requests end long before `max_tokens`.
 HORIZON = 200
 # What a trial finds out about step times is used by later requests, too, for so many tokens. It is
-# found out that a step takes less by LUCK deviations, or more, or about as much as was expected.
-TIMES_HORIZON, LUCK, LUCK_SHARE = 1000, 3**0.5, 1 / 6
+# found out that a step takes less by LUCK deviations, with the probability LUCK_SHARE.
+TIMES_HORIZON, LUCK, LUCK_SHARE = 10_000, 2.5, 0.02
 
 
 @dataclass(slots=True)

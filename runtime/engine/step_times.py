@@ -43,9 +43,9 @@ SHARE_PER_DRAFT = 0.3
 # and spread add to it. NOISE is the variance of single steps; the drifts are what each step adds to
 # the parts' variances, as machines change. A step that is off by DISTURBED deviations corrects
 # nothing: if the machine has another speed now, the next step tells.
-SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 1.0, 100.0, 6e-5, 1e-6
+SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 2.0, 100.0, 6e-5, 1e-6
 NOISE, DISTURBED = 0.01, 4.0
-LEAST_DOUBT, DOUBT_PER_DAY, MOST_DOUBT = 0.3, 0.01, 0.5
+LEAST_DOUBT, DOUBT_PER_DAY, MOST_DOUBT = 0.4, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
 OFF_RATIO, OFF_STEPS, PATIENCE = 1.25, 50, 10

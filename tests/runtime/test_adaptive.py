@@ -202,7 +202,7 @@ def test_age_and_spread_of_a_table_make_doubts() -> None:
     now = time.time()
     quiet, later = doubt(measured=now), doubt(measured=now + 1e6)  # a clock that was set back
     assert 0 < quiet == pytest.approx(later)
-    assert quiet < doubt(measured=now - 9 * 86400) < doubt(measured=now, spread=0.15) < doubt()
+    assert quiet < doubt(measured=now - 4 * 86400) < doubt(measured=now, spread=0.06) < doubt()
 
 
 def test_trials_lose_no_more_than_their_share() -> None:
