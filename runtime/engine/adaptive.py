@@ -21,7 +21,7 @@ TRIAL_GAIN = 3.0  # required expected gain of a trial, over what it is expected 
 HORIZON = 200
 # What a trial finds out about step times is used by later requests, too, for so many tokens. It is
 # found out that a step takes less by LUCK deviations, with the probability LUCK_SHARE.
-TIMES_HORIZON, LUCK, LUCK_SHARE = 10_000, 2.5, 0.02
+TIMES_HORIZON, LUCK, LUCK_SHARE = 1000, 3**0.5, 1 / 6
 
 
 @dataclass(slots=True)
