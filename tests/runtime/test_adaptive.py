@@ -163,7 +163,6 @@ DEAR = tuple(1 + 0.75 * k for k in range(MOST + 1))
 WRONG = {  # the true costs, what the table says, the acceptance
     "drafts three times too dear": (TABLES["dense"], (1.0, *(3 * t for t in TABLES["dense"][1:]))),
     "drafts free": (DEAR, (1.0,) * (MOST + 1)),
-    "drafts free, and steps ten times too dear": (DEAR, (10.0,) * (MOST + 1)),
 }
 
 
