@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
+from mtpbuild.runtime.contract.programs import Adaptive, Bools, Floats, Programs
 from mtpbuild.runtime.engine.acceptance import PRIOR, AcceptanceModel, Belief
 from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.engine.step_times import Seconds, StepSize, StepTimes
@@ -19,6 +19,9 @@ TRIAL_GAIN = 3.0  # required expected gain of a trial, over what it is expected 
 # A trial's result is used for this many tokens at most, as texts change; and a new request's share
 # of trials is reckoned for this many tokens at most, as most requests end long before `max_tokens`.
 HORIZON = 200
+# What a trial finds out about step times is used by later requests, too, for so many tokens. It is
+# found out that a step takes less by LUCK deviations, with the probability LUCK_SHARE.
+TIMES_HORIZON, LUCK, LUCK_SHARE = 1000, 3**0.5, 1 / 6
 
 
 @dataclass(slots=True)
@@ -27,9 +30,7 @@ class NextnChoice:
 
     nextn: int
     best: int
-    rate: float  # expected tokens per second with the best
-    seconds: float = 0.0  # of the step
-    tokens: int = 0  # emitted by it
+    verified: int  # drafts that the step could verify
 
 
 class AdaptiveNextn(StepLauncher):
@@ -45,9 +46,9 @@ class AdaptiveNextn(StepLauncher):
         self._most, self._times = most, times or StepTimes(most)
         self._model = AcceptanceModel(most)
         self._beliefs: dict[Hashable, Belief] = {}
-        self._credit = 0.0  # seconds that trials may lose now
+        self._credit = 0.0  # what trials may lose now, in steps without drafts
         self._trial_left = 0  # steps for which a trial goes on, whatever they show
-        self._last: NextnChoice | None = None
+        self._last = NextnChoice(most, most, most)
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         requests = [request for _, request in running]
@@ -61,82 +62,87 @@ class AdaptiveNextn(StepLauncher):
         self.record_time(size, time.perf_counter() - start)
         return read_output
 
+    @property
+    def idle_work(self) -> bool:  # type: ignore[override]
+        return self._times.refuted
+
+    def work_idle(self, programs: Programs) -> None:
+        self._times.measure_again(cast(Adaptive, programs))
+
+    def close(self) -> None:
+        self._times.keep()
+
     def choose(self, left: Mapping[Any, int], size: StepSize) -> int:
         """Choose the next step's nextn. left: each request and the tokens it may still emit."""
         times, last = self._times.seconds(size), self._last
-        self._settle(left, float(times[0]))
+        times /= times[0]
+        new = [tokens for request, tokens in left.items() if request not in self._beliefs]
         self._beliefs = {request: self._beliefs.get(request, PRIOR) for request in left}
         beliefs = np.sum([*self._beliefs.values()], 0)
         expected = beliefs @ self._model.tokens
         rates = expected / times
-        if last is not None:
-            rates[last.best] *= SWITCH_GAIN
+        self._credit += TRIAL_SHARE * sum(min(tokens, HORIZON) for tokens in new) / len(left)
+        self._settle(last, times, expected, float(rates.max()))
+        rates[last.best] *= SWITCH_GAIN
         best = int(rates.argmax())
-        rate = float(expected[best] / times[best])
         trial = self._choose_trial(beliefs, best, times, max(left.values()))
-        self._last = NextnChoice(best if trial is None else trial, best, rate)
-        return self._last.nextn
+        nextn = best if trial is None else trial
+        self._last = NextnChoice(nextn, best, min(nextn, last.nextn))
+        return nextn
 
     def record_time(self, size: StepSize, seconds: float) -> None:
         """Record the time of the step whose nextn was chosen last."""
-        assert self._last is not None
-        self._last.seconds = seconds
         self._times.correct(size, self._last.nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
         """Record the acceptance of a request's drafts in the last step."""
-        assert self._last is not None
-        self._last.tokens += accepted + 1
         self._beliefs[request] = self._model.update(self._beliefs[request], accepted, drafted)
 
-    def _settle(self, left: Mapping[Any, int], step_seconds: float) -> None:
-        """Update the credit: each step and new request adds to it, and trials take what they lost.
+    def _settle(self, last: NextnChoice, times: Seconds, expected: Floats, rate: float) -> None:
+        """Update the credit: each step adds to it, and trials and changes take what they lost.
 
-        step_seconds: of a step without drafts.
+        The loss is what is expected after the step, as its own tokens are few. rate: expected
+        tokens with the best nextn, in the time of a step without drafts.
         """
-        if (last := self._last) is not None:
-            self._credit += TRIAL_SHARE * last.seconds
-            if last.nextn != last.best:
-                self._credit -= last.seconds - last.tokens / last.rate
-        for request, tokens in left.items():
-            if request not in self._beliefs:
-                self._credit += TRIAL_SHARE * min(tokens, HORIZON) * step_seconds / len(left)
+        self._credit += TRIAL_SHARE * float(times[last.nextn])
+        if last.nextn != last.best or last.verified < last.nextn:
+            self._credit -= float(times[last.nextn] - expected[last.verified] / rate)
 
     def _choose_trial(self, beliefs: Belief, best: int, times: Seconds, left: int) -> int | None:
-        """Return a nextn above the best that is worth a trial; None if there is none.
+        """Return another nextn than the best that is worth a trial; None if there is none.
 
         beliefs: their sum over requests. left: tokens of the longest answer.
         """
         last = self._last
-        tried = last.nextn if last is not None and last.nextn != last.best else None
-        if tried is not None and best >= tried:  # the trial has shown that it pays
-            self._credit, tried = max(self._credit, 0.0), None
-        if best == self._most:
-            self._trial_left = 0
-            return None
+        tried = last.nextn if last.nextn != last.best else None
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried
-        tokens, above = self._model.tokens, slice(best + 1, None)
+        tokens, more = self._model.tokens, np.arange(self._most + 1) > best
         expected = beliefs @ tokens
         rate = float(expected[best] / times[best])
-        loss = np.maximum(times[above] - expected[above] / rate, 0)
-        loss = times[above] - times[best] + TRIAL_STEPS * loss
+        loss = np.maximum(times - expected / rate, 0)
+        # A step of a change up has too few drafts to verify, as has the one of the change back.
+        change = np.where(more, times - times[best], (expected[best] - expected) / rate)
+        loss = np.maximum(change, 0) + TRIAL_STEPS * loss
         affordable = loss <= self._credit
         if tried is not None and self._credit > 0:
-            affordable[tried - best - 1] = True
-        if not affordable.any():  # as in most steps: what trials may gain need not be computed
-            return None
-        # If the levels were known, then the requests of which levels would gain how much?
-        gained = tokens[:, above] / times[above] - (tokens[:, best] / times[best])[:, None]
-        gain = beliefs @ np.maximum(gained, 0) / rate * min(left, HORIZON) * beliefs.sum() / rate
-        worth = gain / np.maximum(loss, 1e-9)
+            affordable[tried] = True
+        # If the levels were known, then the requests of which levels would gain how much? Steps
+        # with fewer drafts tell nothing about levels.
+        gained = tokens / times - (tokens[:, best] / times[best])[:, None]
+        gain = beliefs @ np.maximum(gained, 0) * more * min(left, HORIZON)
+        # And if a step took less than was expected?
+        doubts = self._times.doubts(best if tried is None else tried)
+        lucky = expected / times * np.exp(LUCK * doubts) - rate
+        gain += LUCK_SHARE * np.maximum(lucky, 0) * TIMES_HORIZON
+        worth = gain / rate * beliefs.sum() / rate / np.maximum(loss, 1e-9)
+        worth[best] = 0
         choice = int(np.where(affordable, worth, 0).argmax())
         if not affordable[choice] or worth[choice] <= TRIAL_GAIN:
             # A long time without trials is no reason for many at once.
             self._credit = min(self._credit, 2 * float(loss[int(worth.argmax())]))
             return None
-        nextn = best + 1 + choice
-        if nextn != tried:
+        if choice != tried:
             self._trial_left = TRIAL_STEPS
-        return nextn
+        return choice

@@ -201,7 +201,8 @@ class Driver:
         """Step for asyncio until `close`; if this thread ends earlier, the engine has failed."""
 
         def idle() -> bool:
-            return all(request.ended for request in self._awaited)
+            ended = all(request.ended for request in self._awaited)
+            return ended and (self._closed or not self._loop.idle_work)
 
         try:
             while not self._closed:

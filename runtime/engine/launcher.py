@@ -14,6 +14,7 @@ class StepLauncher:
     """A launcher of one step at a time: the step is done when `launch` returns."""
 
     ahead = False  # whether the next step is launched before a step's tokens are read
+    idle_work = False  # whether `work_idle` has something to do
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         output = programs.step(active, rows)
@@ -21,6 +22,12 @@ class StepLauncher:
 
     def add(self, request: Request, accepted: int, drafted: int) -> None:
         """Record how many of a request's drafts a step accepted."""
+
+    def work_idle(self, programs: Programs) -> None:
+        """Do a short piece of the work that waits until there are no requests."""
+
+    def close(self) -> None:
+        """Keep what later processes may use."""
 
 
 class OverlappingLauncher(StepLauncher):

@@ -90,6 +90,8 @@ class Loop:
     def step(self) -> None:
         """Run a chunk of each rank's next prompt, and a decode step of all running requests."""
         self.release()
+        if self.idle_work and self.scheduler.idle:
+            self._launcher.work_idle(self.programs)
         self._close_gaps()
         for filling in self.scheduler.turns():
             self._fill(filling)
@@ -108,6 +110,11 @@ class Loop:
             self.step_tokens[self._tokens_now] += 1
             self._tokens_now = 0
 
+    @property
+    def idle_work(self) -> bool:
+        """Whether steps without requests have something to do."""
+        return self._launcher.idle_work
+
     def forget(self) -> None:
         """Drop the cached rows of earlier prompts."""
         self.release()
@@ -119,6 +126,7 @@ class Loop:
         if self._launched is None:
             self.release()
         self.fail(error)
+        self._launcher.close()
         if self.prefix_cache is not None:
             self.prefix_cache.close()
 

@@ -1,8 +1,12 @@
 """Choosing nextn: against the best fixed one, on drafts that are accepted by chance."""
 
+import asyncio
+import json
+import math
 import random
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,9 @@ from mtpbuild.runtime.engine.step_times import (
     SHORT,
     StepSize,
     StepTable,
+    StepTableFile,
     StepTimes,
+    _find_path,
     open_step_times,
 )
 from tests.support.fakes import FakePrograms, continuation, fake_manifest
@@ -59,6 +65,7 @@ class Simulation:
 
     costs: tuple[float, ...]
     seed: int = 0
+    times: StepTimes | None = None  # what is known of the costs; by default nearly all
     tokens: int = 0
     seconds: float = 0.0
     chosen: list[int] = field(default_factory=list)
@@ -67,7 +74,8 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         known = [cost * self.rng.uniform(0.97, 1.03) for cost in self.costs]
-        self.chooser = AdaptiveNextn(MOST, StepTimes(MOST, StepTable(slots={1: known})))
+        times = self.times or StepTimes(MOST, StepTable(slots={1: known}))
+        self.chooser = AdaptiveNextn(MOST, times)
 
     def run(self, rates: Rates, requests: int = 1, fixed: int | None = None) -> float:
         """Run requests to their ends; return the tokens per second after SKIPPED tokens."""
@@ -151,6 +159,51 @@ def test_faster_than_any_fixed_nextn_where_a_text_changes() -> None:
     assert speed("mixture", kind, None) > 1.1 * max(fixed_speeds("mixture", kind))
 
 
+DEAR = tuple(1 + 0.75 * k for k in range(MOST + 1))
+WRONG = {  # the true costs, what the table says, the acceptance
+    "drafts three times too dear": (TABLES["dense"], (1.0, *(3 * t for t in TABLES["dense"][1:]))),
+    "drafts free": (DEAR, (1.0,) * (MOST + 1)),
+}
+
+
+@pytest.mark.parametrize("kind", ["0", "0.6", "0.95"])
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("quiet", [False, True])  # a new table of steps that hardly varied
+def test_a_wrong_table_is_corrected(wrong: str, kind: str, quiet: bool, kept: Path) -> None:
+    """Within five requests, and without trials of what is known after a restart."""
+    costs, said = WRONG[wrong]
+    kept.write_text(
+        StepTable(slots={1: list(said)}, measured=time.time() * quiet).model_dump_json()
+    )
+    best = max(
+        float(np.mean([Simulation(costs, s).run(KINDS[kind], 1, k) for s in range(8)]))
+        for k in range(MOST + 1)
+    )
+    found = dict[str, list[float]](later=[], restarted=[])
+    for seed in range(4):
+        simulation = Simulation(costs, seed, open_times())
+        for _ in range(5):
+            simulation.run(KINDS[kind])
+        found["later"] += [simulation.run(KINDS[kind]) for _ in range(2)]
+        simulation.chooser.close()
+        found["restarted"].append(Simulation(costs, seed, open_times()).run(KINDS[kind]))
+    assert np.mean(found["later"]) > 0.95 * best
+    assert np.mean(found["restarted"]) > 0.95 * best
+
+
+def test_age_and_spread_of_a_table_make_doubts() -> None:
+    """Relative to nextn 0; a table whose age is not known is doubted most."""
+
+    def doubt(**fields: Any) -> float:
+        table = StepTable(slots={1: [1.0, 1.1]}, **fields)
+        return float(StepTimes(1, table).doubts(0)[1])
+
+    now = time.time()
+    quiet, later = doubt(measured=now), doubt(measured=now + 1e6)  # a clock that was set back
+    assert 0 < quiet == pytest.approx(later)
+    assert quiet < doubt(measured=now - 4 * 86400) < doubt(measured=now, spread=0.06) < doubt()
+
+
 def test_trials_lose_no_more_than_their_share() -> None:
     """A long request whose drafts are never accepted."""
     simulation = Simulation(TABLES["mixture"])
@@ -222,28 +275,113 @@ def test_a_disturbed_measurement_hardly_moves_the_others() -> None:
     assert found == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
-def test_step_times_are_measured_once_and_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that is damaged or of another engine is measured again; the slots stay free."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    manifest = adaptive_manifest()
-    programs = FakePrograms(manifest)
+def test_step_times_are_measured_once_and_kept(kept: Path) -> None:
+    """The slots stay free."""
+    programs = FakePrograms(manifest := adaptive_manifest())
     open_step_times(programs, manifest, 1, 60.0)
-    (kept,) = (tmp_path / "mtpbuild" / "step-times").iterdir()
     text, steps = kept.read_text(), programs.steps
     table = StepTable.model_validate_json(text)
     assert all(len(each) == MOST + 1 for each in (table.slots[1], table.sampled, table.long))
+    assert time.time() - 600 < table.measured <= time.time()
+    assert 0 <= table.spread < 100
     assert set(programs.told) == {*range(MOST + 1)}
     open_step_times(programs, manifest, 1, 60.0)
     assert (kept.read_text(), programs.steps) == (text, steps)
-    for damaged in ("{", text.replace("[", "[-1.0,", 1)):
-        kept.write_text(damaged)
-        open_step_times(programs, manifest, 1, 60.0)
-        assert programs.steps > steps
-        steps = programs.steps
     open_step_times(programs, manifest, 2, 0.0)  # another number of threads, and no time
     assert programs.steps == steps
+
+
+GOOD = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+DAMAGED = {
+    "empty list": {"slots": {"1": []}},
+    "empty list beside others": {"slots": {"1": GOOD, "2": []}},
+    "number missing": {"slots": {"1": GOOD[1:]}},
+    "number missing elsewhere": {"sampled": GOOD[1:]},
+    "NaN": {"slots": {"1": [*GOOD[1:], math.nan]}},
+    "infinite": {"long": [*GOOD[1:], math.inf]},
+    "integer beyond floats": {"slots": {"1": [*GOOD[1:], 10**400]}},
+    "long integer": {"measured": 10**400},
+    "sums overflow": {"slots": {"1": [1e308] * 6}},
+    "falling": {"slots": {"1": GOOD[::-1]}},
+    "negative": {"slots": {"1": [-1.0, *GOOD[1:]]}},
+    "denormal": {"slots": {"1": [5e-324] * 6}},
+    "slots of another engine": {"slots": {"1": GOOD, str(2**70): GOOD}},
+    "no slots": {"slots": {"0": GOOD}},
+    "text": {"slots": {"1": ["1.0", *GOOD[1:]]}},
+    "object": {"slots": {"1": {"0": 1.0}}},
+    "null": {"slots": None},
+    "factor of 0": {"factors": [0.0] * 6},
+    "factors missing": {"factors": [1.0]},
+    "NaN as the spread": {"spread": math.nan},
+    "negative spread": {"spread": -1.0},
+    "unknown key": {"speed": 1.0},
+}
+TEXTS = {
+    "no text": b"",
+    "brace": b"{",
+    "list": b"[]",
+    "bytes": b"\xff\xfe\x00",
+    "nested": b"[" * 10**5,
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, *TEXTS])
+def test_a_damaged_table_is_measured_anew(name: str, kept: Path) -> None:
+    manifest = adaptive_manifest()
+    whole = {"slots": {"1": GOOD}, "sampled": GOOD, "long": GOOD}
+    damaged = json.dumps(whole | DAMAGED.get(name, {})).encode()
+    kept.write_bytes(TEXTS.get(name, damaged))
+    programs = FakePrograms(manifest)
+    times = open_step_times(programs, manifest, 1, 60.0)
+    assert programs.steps > 100
+    assert StepTable.model_validate_json(kept.read_text()).fits(MOST, 1)
+    engine = Engine(programs, manifest, step_times=times)
+    result = engine.generate([5, 6, 7], SamplingParams(max_tokens=99, ignore_eos=True))
+    assert result.token_ids == continuation([5, 6, 7], 99)
+    assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+def test_a_refuted_table_is_measured_again_while_idle(kept: Path) -> None:
+    """In steps between which requests are answered; an hour a step is what the table says."""
+    manifest = adaptive_manifest()
+    said = StepTable(slots={1: [3600.0] * 6}, sampled=GOOD, long=GOOD)
+    kept.write_text(said.model_dump_json())
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest, step_times=open_step_times(programs, manifest, 1, 60.0))
+    request, loop = SamplingParams(max_tokens=40, ignore_eos=True), engine._loop
+    engine.generate([5, 6, 7], replace(request, max_tokens=1))
+    assert not loop.idle_work
+    while not loop.idle_work:
+        engine.generate([5, 6, 7], request)
+    for _ in range(20):
+        loop.step()
+    assert engine.generate([5, 6, 7], request).token_ids == continuation([5, 6, 7], 40)
+    assert loop.idle_work
+
+    async def wait() -> None:  # asyncio's thread goes on without requests
+        async for _ in engine.astream([5, 6, 7], request):
+            pass
+        while loop.idle_work:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(wait(), 60))
+    table = StepTable.model_validate_json(kept.read_text())
+    assert max(table.slots[1]) < 3600
+    assert not table.factors
+    engine.close()
+
+
+def test_a_measurement_that_fails_ends_no_request(
+    kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    programs, times = FakePrograms(adaptive_manifest()), open_times()
+    for _ in range(100):
+        times.correct(StepSize(1, SHORT), 0, 1e3)
+    assert times.refuted
+    programs.fail = RuntimeError("out of memory")
+    times.measure_again(programs)
+    assert "out of memory" in caplog.text
+    assert not times.refuted
 
 
 def test_without_a_home_folder_step_times_are_measured_and_not_kept(
@@ -260,6 +398,21 @@ def test_without_a_home_folder_step_times_are_measured_and_not_kept(
     open_step_times(programs, manifest, 1, 60.0)
     assert programs.steps
     assert "no home folder: set XDG_CACHE_HOME" in caplog.text
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the step times of `adaptive_manifest`, in an empty folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = _find_path(adaptive_manifest(), 1)
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def open_times() -> StepTimes:
+    """Return the kept step times; measure nothing."""
+    file = StepTableFile(adaptive_manifest(), 1)
+    return StepTimes(MOST, file.read(), file=file)
 
 
 def adaptive_manifest() -> Manifest:
