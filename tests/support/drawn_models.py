@@ -49,9 +49,8 @@ class DrawnModel:
     def requests(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """Draw prompts, and parameters that are greedy or alternate."""
         rng = random.Random(self.seed)
-        vocabulary = range(self.sizes["vocab_size"])
         lengths = [length + rng.randint(0, 1) for length in rng.sample(LENGTHS, len(LENGTHS))]
-        prompts = [rng.choices(vocabulary, k=length) for length in lengths]
+        prompts = [rng.choices(range(self.sizes["vocab_size"]), k=length) for length in lengths]
         params = list[SamplingParams]()
         for i in range(len(prompts)):
             count, how = rng.randint(1, LONGEST), SETTINGS[self.samples * (i % len(SETTINGS))]
@@ -65,8 +64,7 @@ def draw_model(seed: int, number: int) -> DrawnModel:
     weights = rng.choice([None, "int8", "int4"])
     caches = ["float32", "bfloat16", "int8"][: 1 if weights is None else 3 - (family in CHOOSERS)]
     format = {"weights": weights, "cache_dtype": rng.choice(caches)}
-    if weights is not None:
-        format["head_weights"] = rng.choice([None, "int8", "int4", "none"])
+    format["head_weights"] = rng.choice([None, "int8", "int4", "none"]) if weights else None
     sizes = draw_sizes(family, rng, blocks=0.2 if weights is None else 0.6)
     if format["cache_dtype"] != "float32":
         sizes["hidden_size"] = 32 * rng.randint(1, 3)  # some weight has to be in integers
@@ -94,8 +92,7 @@ def draw_sizes(family: str, rng: random.Random, blocks: float) -> dict[str, Any]
     hybrid, experts = "linear_key_head_dim" in base, rng.choice(EXPERTS)
     layers = rng.randint(1, 2) + hybrid
     groups = rng.choice([1, *(n for n in range(1, experts // 2 + 1) if experts % n == 0)])
-    kept = rng.randint(1, groups)
-    most = experts // groups * kept  # experts of the groups that are kept
+    most = experts // groups * (kept := rng.randint(1, groups))  # experts of the groups kept
     keys, values = rng.randint(1, 3), rng.randint(1, 3)
     heads, rotary = rng.randint(1, 5), 2 * rng.randint(1, 6)
     partial = (rotary + 0.5, rotary + rng.randint(1, 9))  # rotated values of a head's
