@@ -82,21 +82,25 @@ def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
     assert axis is not None
     if x.dtype == ir.DataType.FLOAT and axis in (-1, len(x.shape) - 1):
         best = ArgMax(x)
-        return op.Unsqueeze(best, op.Constant(value_ints=[-1])) if keepdim else best
+        return restore_axis(best, ir.DataType.INT64) if keepdim else best
     return op.ArgMax(x, axis=axis, keepdims=int(keepdim))
 
 
 def sum_rows(x: Any, axes: Sequence[int], keepdim: bool = False, dtype: Any = None) -> Any:
     """Emit the library's sum of fp32 rows; onnxruntime's depends on a row's place in memory."""
-    last = op.Constant(value_ints=[-1])
-    if x.dtype == ir.DataType.FLOAT and [axis % len(x.shape) for axis in axes] == [
-        len(x.shape) - 1
-    ]:
+    last = len(x.shape) - 1
+    if x.dtype == ir.DataType.FLOAT and [axis % len(x.shape) for axis in axes] == [last]:
         total = Sum(x)
-        return op.Unsqueeze(total, last) if keepdim else total
+        return restore_axis(total, x.dtype) if keepdim else total
     if x.dtype == ir.DataType.BOOL:
         x = op.Cast(x, to=ir.DataType.INT64)
     return op.ReduceSum(x, op.Constant(value_ints=[*axes]), keepdims=int(keepdim))
+
+
+def restore_axis(reduced: Any, dtype: ir.DataType) -> Any:
+    """Emit a last axis of size 1; onnxruntime can't infer the type if a chain gives the value."""
+    reduced.dtype = dtype
+    return op.Unsqueeze(reduced, op.Constant(value_ints=[-1]))
 
 
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:

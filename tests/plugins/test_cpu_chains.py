@@ -7,10 +7,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from mtpbuild.builder.targets.onnx_graph import OPSET
 from mtpbuild.builder.targets.passes.chains import join_chains
+from mtpbuild.plugins.cpu.onnx import PYTORCH
 from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support.cpu_kernels import LIBRARY
 from tests.support.isas import isas
@@ -132,6 +135,28 @@ def test_operators_in_branches_stay_nodes() -> None:
         every = given | {"f": np.array(value)}
         [found], [wanted] = (session(m).run(None, every) for m in (chained, model))
         np.testing.assert_array_equal(found, wanted)
+
+
+class Axes(torch.nn.Module):
+    """A sum and an arg-max that keep their axis, both beside other operators of ours."""
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed = torch.rms_norm(x, (4,), w, 1e-6)
+        return x.sum(-1, keepdim=True) * 2, x.argmax(-1, keepdim=True) + 1, normed
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the exporter
+def test_a_chain_gives_values_whose_axis_is_kept() -> None:
+    """Their type is known, which onnxruntime demands of a chain's results."""
+    given = {"x": torch.tensor([[1.0, 2.0, 4.0, 3.0]]), "w": torch.ones(4)}
+    exported = torch.export.export(Axes(), (*given.values(),))
+    how: Any = {"opset_version": OPSET, "optimize": False, "verbose": False}
+    program = torch.onnx.export(exported, dynamo=True, custom_translation_table=PYTORCH, **how)
+    assert program is not None
+    joined_model = ir.to_proto(join_chains(program.model))
+    assert "Chain" in [node.op_type for node in joined_model.graph.node]
+    total, best, _ = session(joined_model).run(None, {k: v.numpy() for k, v in given.items()})
+    assert (total, best) == (20, 3)
 
 
 def one(steps: str, results: str = "2", kind: int = FLOAT, operands: int = 2) -> list[NDArray[Any]]:

@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "install": ("test_*", "benchmarks/*"),
     "servers": ("runtime/*", "server/*"),
     "cpu-kernels": ("plugins/test_cpu_*", "*/test_hostile_engine.py"),
+    "models": ("*/test_drawn_models.py",),
     "exact": ("*/test_exact_*", "*/test_pool_conversations.py"),
     "ptx": ("plugins/test_ptx*",),
     "gpu-kernels": ("plugins/test_[!c]*", "*/test_gpu_graph.py"),
