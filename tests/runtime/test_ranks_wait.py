@@ -72,13 +72,14 @@ def test_a_pause_shorter_than_the_limit_is_no_failure() -> None:
     assert KEEP_ALIVE + 1 < GRACE
 
 
-def test_a_communicator_is_set_when_all_have_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_is_set_when_all_have_loaded() -> None:
     """TensorRT waits for the other ranks without a limit, so the time limit is ours."""
     said, never = list[str](), threading.Event()
-    monkeypatch.setattr(dist, "barrier", lambda: said.append("all have loaded"))
     ranks: Any = object.__new__(TensorRtRankPrograms)
     ranks._device, ranks._peers = None, SimpleNamespace(capsule="")
-    ranks._channel = SimpleNamespace(patience=0.05)
+    ranks._channel = SimpleNamespace(
+        patience=0.05, gather=lambda own: said.append("all have loaded")
+    )
     ranks._connect([SimpleNamespace(join=lambda *given: said.append("joined"))])
     assert said == ["all have loaded", "joined"]
     with pytest.raises(RuntimeError, match="timed out"):
