@@ -328,7 +328,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", [*DAMAGED, *TEXTS])
 def test_a_damaged_table_is_measured_anew(name: str, kept: Path) -> None:
     manifest = adaptive_manifest()
-    whole = {"slots": {"1": GOOD}, "sampled": GOOD, "long": GOOD}
+    whole: dict[str, Any] = {"slots": {"1": GOOD}, "sampled": GOOD, "long": GOOD}
     damaged = json.dumps(whole | DAMAGED.get(name, {})).encode()
     kept.write_bytes(TEXTS.get(name, damaged))
     programs = FakePrograms(manifest)
