@@ -292,7 +292,7 @@ def test_step_times_are_measured_once_and_kept(kept: Path) -> None:
 
 
 GOOD = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
-DAMAGED = {
+DAMAGED: dict[str, dict[str, Any]] = {
     "empty list": {"slots": {"1": []}},
     "empty list beside others": {"slots": {"1": GOOD, "2": []}},
     "number missing": {"slots": {"1": GOOD[1:]}},
