@@ -145,7 +145,7 @@ class TensorRt(Target):
 
 
 def has_few_tokens(plan: "Plan") -> bool:
-    """Return whether the kernel of `matmul_scaled` multiplies the tokens of a step."""
+    """Return whether a step has few enough for our kernels of quantised and gated products."""
     from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS
 
     return plan.max_batch * plan.window <= MAX_TOKENS

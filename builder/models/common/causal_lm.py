@@ -147,7 +147,7 @@ class CausalLM(nn.Module):
     def step_weights(self, *, few_tokens: bool) -> dict[str, nn.Parameter]:
         """Return the weights that our kernels read in steps, and PyTorch's operators in prompts.
 
-        few_tokens: whether a step's products with quantised weights are our kernel's.
+        few_tokens: whether a step has few enough for the kernels of quantised and gated products.
         """
         names = self._list_prefixes_of("by_fused_kernels")
         names += self._list_prefixes_of("by_kernel_of_few") if few_tokens else ()
