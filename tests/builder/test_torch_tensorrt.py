@@ -50,7 +50,7 @@ def test_quantised_weights(tmp_path: Path) -> None:
     assert kinds == {"FP4": 2, "FP8": 2 + 1}
     assert "DEQUANTIZE" not in found["decode"]["layers"]
     assert found["decode"]["quantised"] == {}
-    places = "mtp.0.mlp.down_proj", "mtp.0.eh_proj", "layers.0.mlp.down_proj"
+    places = "mtp.0.mlp.down_proj", "layers.0.mlp.down_proj"
     parts = {f"{place}.{part}" for place in places for part in ("values", "scales")}
     assert set(found["decode"]["shared"]) >= parts
 

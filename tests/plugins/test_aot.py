@@ -232,8 +232,10 @@ def test_layers_take_what_layers_before_them_give() -> None:
 
 HEAD = given("head", "BF16", 1024, 200)
 FP8 = given("values", "FP8", 1024, 200), given("scales", "FLOAT", 8, 200)
-NVFP4 = given("values", "FP8", 512, 200), given("scales", "FP8", 64, 200)
-NVFP4 = *NVFP4, given("scales_2", "FLOAT", 1, 200)
+NVFP4 = (
+    *(given("values", "FP8", 512, 200), given("scales", "FP8", 64, 200)),
+    given("scales_2", "FLOAT", 1, 200),
+)
 
 
 @pytest.mark.usefixtures("trtp")
