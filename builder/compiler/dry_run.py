@@ -56,7 +56,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     if why := job.explain_small_disk(model):
         lacking[why] = None
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
-    held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
+    held = {out: job.target.held_bytes(model, plan) for out, plan in job.plans.items()}
     with stages("export"):
         graphs = weightless.export(model, job.plans.values(), job.target.trace, stages.watch)
     engines = []

@@ -114,7 +114,7 @@ class Job:
         for out, plan in self.plans.items():
             count, target = len(self.lacking(out)), self.target
             if target.embeds_weights(plan.options):
-                apart += count * (weights + target.held_bytes(model, plan.options))
+                apart += count * (weights + target.held_bytes(model, plan))
             else:
                 shared = max(shared, count * weights)
             there += count_staged_bytes(out, self.request.rank) if count else 0

@@ -23,6 +23,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import trt_compile
 from mtpbuild.builder.targets.passes import run_passes
+from mtpbuild.builder.targets.tensorrt import has_few_tokens
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
@@ -227,6 +228,8 @@ def _interpret(exported: ExportedProgram, traced: TracedProgram, shared: Mapping
     inputs = [_make_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _make_interpreter_class()(module, inputs, compilation_settings=compilation)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `all_reduce`
+    few = has_few_tokens(traced.plan) and not traced.of_prompt
+    interpreter.ctx.few_tokens = few  # for `matmul_scaled`
     interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()
     return interpreter

@@ -82,7 +82,7 @@ class Target:
         """Return whether the engine in `folder` needs its weights file."""
         return not self.embeds_weights(options)
 
-    def held_bytes(self, model: "OpenedModel", options: Any) -> int:
+    def held_bytes(self, model: "OpenedModel", plan: "Plan") -> int:
         """Count the bytes of weights that an engine's programs hold together at run time."""
         return sum(p.numel() * p.element_size() for p in model.model.parameters())
 

@@ -88,16 +88,19 @@ class TensorRt(Target):
 
         return options.strip_weights or any(folder.glob(SHARED.format("*")))
 
-    def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:
+    def held_bytes(self, model: "OpenedModel", plan: "Plan") -> int:
         """Count the weights that our kernels read once, and all others once for each program.
 
         Weights that only kernels of steps read count twice, as prefill has them as constants.
         """
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
-            for weights in (model.model.find_kernel_weights(), model.model.step_weights())
+            for weights in (
+                model.model.find_kernel_weights(),
+                model.model.step_weights(few_tokens=has_few_tokens(plan)),
+            )
         )
-        total = super().held_bytes(model, options)
+        total = super().held_bytes(model, plan)
         return PROGRAMS * total - (PROGRAMS - 1) * always - in_steps
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
@@ -109,7 +112,7 @@ class TensorRt(Target):
             free = Device(self.name).free_memory()
         except MtpbuildError:
             return  # `lacks` reports it
-        weights = self.held_bytes(model, plan.options)
+        weights = self.held_bytes(model, plan)
         state = sum(map(count_state_bytes, make_state_specs(plan)))
         if weights + state > free:
             raise BuildError(
@@ -139,6 +142,13 @@ class TensorRt(Target):
         except MtpbuildError as error:
             yield str(error)
         yield from import_module(self.lowering).missing(plan)
+
+
+def has_few_tokens(plan: "Plan") -> bool:
+    """Return whether a step has few enough for our kernels of quantised and gated products."""
+    from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS
+
+    return plan.max_batch * plan.window <= MAX_TOKENS
 
 
 TARGET = TensorRt()

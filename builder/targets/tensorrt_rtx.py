@@ -70,8 +70,8 @@ class TensorRtRtx(Target):
         """Return True: taking weights out of an engine (REFIT, STRIP_PLAN) would need a GPU."""
         return True
 
-    def held_bytes(self, model: "OpenedModel", options: RtxOptions) -> int:
-        return PROGRAMS * super().held_bytes(model, options)
+    def held_bytes(self, model: "OpenedModel", plan: "Plan") -> int:
+        return PROGRAMS * super().held_bytes(model, plan)
 
 
 TARGET = TensorRtRtx()

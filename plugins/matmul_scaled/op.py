@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mtpbuild.plugins.definition import define
 
+MAX_TOKENS = 64  # of the kernel: with more, dequantising the whole weight in memory is faster
+
 
 @define(lambda x, values: x.new_empty(*x.shape[:-1], values.shape[-1]))
 def matmul_scaled(

@@ -9,10 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv
-from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
+from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS, dequantise, matmul_scaled
 from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
-
-MAX_TOKENS = 64  # with more, dequantising the whole weight in memory is faster
 
 
 @triton.jit
@@ -65,6 +63,11 @@ def product_launches(x: Tensor, *weight: Any, dtype: torch.dtype) -> Launches:
     return Launches((launch,), parts, axis=0, dtype=dtype, shape=shape)
 
 
+def matmul_scaled_launches(x: Tensor, *weight: Any) -> Launches:
+    """Return the op's launch and the sum over its splits."""
+    return product_launches(x, *weight, dtype=x.dtype)
+
+
 @triton.jit
 def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
     """Load PARTS values, each `apart` values after the last, and return their sum as `dtype`."""
@@ -84,7 +87,7 @@ def matmul_scaled_parts(x: Tensor, *weight: Any) -> Tensor:
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, *weight: Any) -> Tensor:
     """Multiply with the kernel, for up to `MAX_TOKENS` tokens."""
-    return product_launches(x.contiguous(), *weight, dtype=x.dtype).run()
+    return matmul_scaled_launches(x.contiguous(), *weight).run()
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:

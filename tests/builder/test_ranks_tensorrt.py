@@ -16,8 +16,11 @@ from safetensors.torch import load_file
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
+from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import BuildError, EngineError
@@ -25,9 +28,11 @@ from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.programs.tensorrt import held_bytes
 from mtpbuild.runtime.programs.tensorrt_engines import on_device
+from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import trt_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.fake_network import LayerType
 from tests.support.fake_target import quick_target
 from tests.support.fake_torch_tensorrt import MISMATCH, FakeDataCentre
 from tests.support.invoke import invoke
@@ -270,6 +275,37 @@ def test_tokens(
     with running(folder) as loaded:
         check_texts(loaded, predictable_shape, prompts, params)
     assert not followers()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slots", [1, 33])
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_quantised_products(format: str, slots: int, trt: FakeDataCentre, tmp_path: Path) -> None:
+    """Of up to 64 tokens in a step they are plugins, of more and of prompts constants."""
+    save_checkpoint(tmp_path / "plain", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+    checkpoint = tmp_path / format
+    quantize(QuantizeRequest(str(tmp_path / "plain"), make_scheme(format, None, None), checkpoint))
+    asked: dict[str, Any] = {"dtype": "float32", "max_batch": slots, **SMALL_STEPS}
+    request = build_request(checkpoint, (1,), target="tensorrt", out=tmp_path / "engine", **asked)
+    (foreseen,) = dry_run(request, Stages()).engines
+    before = len(trt.networks)
+    (engine,) = build(request)
+    for network, program in zip(trt.networks[before:], engine.manifest.programs, strict=True):
+        kinds = {layer.function: layer.type for layer in network.layers}
+        in_step = program != "prefill" and slots == 1
+        assert ("dequantize" in kinds) != in_step
+        assert (kinds.get("mtpbuild::matmul_scaled.") is LayerType.PLUGIN_V3) == in_step
+    weights = {name: w.nbytes for name, w in load_file(engine.folder / WEIGHTS).items()}
+    given = json.loads((engine.folder / "decode.shared.json").read_text())
+    scaled = {name for name in given if name.endswith((".values", ".scales", ".scales_2"))}
+    assert bool(scaled) == (slots == 1)
+    in_steps = sum(weights[name] for name in given)  # few experts: no kernel reads them in prompts
+    if slots == 1:
+        assert foreseen.held == pytest.approx(3 * sum(weights.values()) - in_steps, rel=1e-3)
+    with Engine.load(engine.folder) as loaded:
+        (result,) = loaded.generate([[5, 17, 3]], GREEDY)
+    plain = load_plain(checkpoint)
+    assert result.token_ids == greedy(plain, [5, 17, 3], len(result.token_ids))
 
 
 @pytest.mark.full

@@ -35,21 +35,23 @@ def test_what_the_converters_build(tmp_path: Path) -> None:
 
 
 def test_quantised_weights(tmp_path: Path) -> None:
-    """nvfp4 in the main layers and fp8 in the module compile; each is one constant, or shared."""
+    """nvfp4 in main layers and fp8 in the module: constants of prompts, shared in steps."""
     sizes = {"n_routed_experts": EXPERTS, "num_hidden_layers": 2}
     plain = random_checkpoint(tmp_path / "plain", **SMALLEST | sizes)
     scheme = make_scheme("nvfp4", "fp8", None)
     quantize(QuantizeRequest(str(plain), scheme, tmp_path / "quantised"))
     found = listed(str(tmp_path / "quantised"))
-    for program in ("prefill", "decode"):
-        assert "DEQUANTIZE" in found[program]["layers"]
-        kinds = Counter[str]()
-        for kind, count in found[program]["quantised"].items():
-            kinds[kind.partition(" ")[0]] += count
-        # e4m3 are the scales of nvfp4 too, and `eh_proj`; experts are no constants, nor are the
-        # shared ones among them.
-        assert kinds == {"FP4": 2, "FP8": 2 + 1}
-    parts = {f"mtp.0.mlp.down_proj.{part}" for part in ("values", "scales")}
+    assert "DEQUANTIZE" in found["prefill"]["layers"]
+    kinds = Counter[str]()
+    for kind, count in found["prefill"]["quantised"].items():
+        kinds[kind.partition(" ")[0]] += count
+    # e4m3 are the scales of nvfp4 too, and `eh_proj`; experts are no constants, nor are the
+    # shared ones among them.
+    assert kinds == {"FP4": 2, "FP8": 2 + 1}
+    assert "DEQUANTIZE" not in found["decode"]["layers"]
+    assert found["decode"]["quantised"] == {}
+    places = "mtp.0.mlp.down_proj", "layers.0.mlp.down_proj"
+    parts = {f"{place}.{part}" for place in places for part in ("values", "scales")}
     assert set(found["decode"]["shared"]) >= parts
 
 

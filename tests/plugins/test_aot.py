@@ -19,6 +19,7 @@ from mtpbuild.plugins import (
     aot,
     facets,
     gated_product,
+    matmul_scaled,
     matmul_wide,
     mla_queries,
     mla_rows,
@@ -229,8 +230,19 @@ def test_layers_take_what_layers_before_them_give() -> None:
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
 
 
+HEAD = given("head", "BF16", 1024, 200)
+FP8 = given("values", "FP8", 1024, 200), given("scales", "FLOAT", 8, 200)
+NVFP4 = (
+    *(given("values", "FP8", 512, 200), given("scales", "FP8", 64, 200)),
+    given("scales_2", "FLOAT", 1, 200),
+)
+
+
 @pytest.mark.usefixtures("trtp")
-def test_a_head_sums_its_splits() -> None:
+@pytest.mark.parametrize(
+    ("op", "weight"), [(matmul_wide, (HEAD,)), (matmul_scaled, FP8), (matmul_scaled, NVFP4)]
+)
+def test_a_product_sums_its_splits(op: Any, weight: tuple[Any, ...]) -> None:
     """The plugin takes the network's own tensors; their sum has the rows of x again."""
     made: list[Any] = []
     layers: list[Any] = []
@@ -245,12 +257,12 @@ def test_a_head_sums_its_splits() -> None:
         add_reduce=lambda *operands: layer("reduce", *operands),
         add_shuffle=lambda tensor: layer("shuffle", tensor),
     )
-    operands = given("x", "BF16", 2, 3, 1024), given("head", "BF16", 1024, 200)
-    convert = facets(TENSORRT.facets)[matmul_wide._opoverload]
-    result = convert(SimpleNamespace(net=net), matmul_wide._opoverload, operands, {}, "logits")
+    operands = given("x", "BF16", 2, 3, 1024), *weight
+    ctx = SimpleNamespace(net=net, few_tokens=True)
+    result = facets(TENSORRT.facets)[op._opoverload](ctx, op._opoverload, operands, {}, "product")
     assert result == "shuffle.0"
     assert made == [
-        ("plugin", "x", "head"),
+        ("plugin", *(tensor.name for tensor in operands)),
         ("reduce", "plugin.0", "SUM", 1, False),
         ("shuffle", "reduce.0"),
     ]

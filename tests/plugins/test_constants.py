@@ -131,7 +131,7 @@ def test_a_product() -> None:
     generator = torch.Generator().manual_seed(3)
     x, ctx = (
         torch.randn(3, 32, generator=generator),
-        SimpleNamespace(constants=Constants(Network())),
+        SimpleNamespace(constants=Constants(Network()), few_tokens=False),
     )
     for form in ("fp8", "nvfp4"):
         weight = random_scaled(generator, form, 32, 6)

@@ -248,7 +248,8 @@ with contextlib.suppress(RuntimeError):  # as in the real package
 # What a plugin's converter makes of weights.
 OPERANDS = {torch.bfloat16: DataType.BF16, torch.float32: DataType.FLOAT, torch.uint8: DataType.FP8}
 
-# The ops whose launches are plugins.
+# The ops whose launches are plugins; that of `SCALED` is one in steps.
+SCALED = OPS["matmul_scaled"]._opoverload
 PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.facets.items() if file == "plugins"}
 
 
@@ -284,7 +285,8 @@ class TRTInterpreter(Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         node, net = self.node, self.ctx.net
-        if target in self.converters and target not in PLUGINS:
+        plugin = target in PLUGINS or (target == SCALED and self.ctx.few_tokens)
+        if target in self.converters and not plugin:
             before = len(net.layers)
             result = self.converters[target](self.ctx, target, args, kwargs, node.name)
             for layer in net.layers[before:]:
@@ -294,11 +296,10 @@ class TRTInterpreter(Interpreter):
             return target(*args)
         if getattr(target, "__name__", "") == "getitem":
             return args[0][args[1]]
-        kind = LayerType.PLUGIN_V3 if target in PLUGINS else LayerType.OTHER
-        if kind is LayerType.PLUGIN_V3:
+        kind = LayerType.PLUGIN_V3 if plugin else LayerType.OTHER
+        if plugin:
             shapes = [each.shape for each in _flat(args) if isinstance(each, ITensor)]
             assert not any(-1 in shape for shape in shapes), "a plugin has fixed shapes"
-        plugin = kind is LayerType.PLUGIN_V3
         frozen = torch.utils._pytree.tree_map(
             lambda value: self._frozen(value, plugin), (args, kwargs)
         )

@@ -114,6 +114,8 @@ class ScaledWeight(nn.Module):
     the experts; None for fp8.
     """
 
+    by_kernel_of_few = ("values", "scales", "scales_2")  # weights that it reads in small steps
+
     def __init__(
         self, shape: tuple[int, ...], group: int, scales_2: tuple[int, int] | None = None
     ) -> None:

@@ -144,10 +144,15 @@ class CausalLM(nn.Module):
             or (name.endswith("_head") and weight.dtype == torch.bfloat16)
         }
 
-    def step_weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that our kernels read in steps, and PyTorch's operators in prompts."""
+    def step_weights(self, *, few_tokens: bool) -> dict[str, nn.Parameter]:
+        """Return the weights that our kernels read in steps, and PyTorch's operators in prompts.
+
+        few_tokens: whether a step has few enough for the kernels of quantised and gated products.
+        """
         names = self._list_prefixes_of("by_fused_kernels")
-        return {n: weight for n, weight in self.named_parameters() if f"{n}.".startswith(names)}
+        names += self._list_prefixes_of("by_kernel_of_few") if few_tokens else ()
+        always, all_weights = self.find_kernel_weights(), self.named_parameters()
+        return {n: w for n, w in all_weights if f"{n}.".startswith(names) and n not in always}
 
     def _list_prefixes_of(self, attribute: str) -> tuple[str, ...]:
         """Return the name prefixes of the parameters that modules list in an attribute."""

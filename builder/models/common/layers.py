@@ -106,6 +106,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """A feed-forward of two products, whose first one is gated."""
 
+    by_kernel_of_few = ("gate_up_proj",)
+
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up_proj = parameter(hidden, 2 * inner)

@@ -62,7 +62,7 @@ def sum_parts_in_readers(exported: ExportedProgram, traced: "TracedProgram") -> 
 
 def _find_product_in_parts(product: Node) -> Any:
     """Return the op that computes a product in parts, or None if there is none."""
-    from mtpbuild.plugins.matmul_scaled.triton import MAX_TOKENS
+    from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS
 
     ours: Any = torch.ops.mtpbuild_triton
     if name_op(product) == NAMESPACE + "matmul_scaled":
