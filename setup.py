@@ -64,9 +64,8 @@ class AnyPython(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-code = {
-    path.parent for top in ("builder", "plugins", "runtime") for path in Path(top).rglob("*.py")
-}
+CODE = ("builder", "lab", "plugins", "runtime")
+code = {path.parent for top in CODE for path in Path(top).rglob("*.py")}
 data = {path for path in Path("recipes").iterdir() if path.is_dir() and path.name != "__pycache__"}
 folders = (".".join(folder.parts) for folder in sorted({Path("recipes"), *code, *data}))
 library = Extension("mtpbuild.runtime.cpu_library", sources=[], depends=list(map(str, FILES)))

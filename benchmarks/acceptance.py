@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from script import load_prompts, parse_flags, run
 
-from mtpbuild.builder.measure.prompts import BUILT_IN
+from mtpbuild.builder.plan.recipe import BUILT_IN
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.stats import compute_acceptance_length
 

@@ -31,13 +31,13 @@ from script import parse_flags, run
 from serving import Server
 from serving import ours as serve_ours
 
-from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.measure.host import describe_machine
-from mtpbuild.builder.measure.prompts import Dataset
-from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.lab.bench.bench import BenchRequest, bench
+from mtpbuild.lab.measure.host import describe_machine
+from mtpbuild.lab.measure.prompts import Dataset
+from mtpbuild.lab.measure.statistics import ALL
 from mtpbuild.runtime import Engine
 
 RECORDED = Path(__file__).parent / "results" / "check.json"

@@ -30,11 +30,11 @@ from script import PEERS, convert, run, run_command
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.measure.host import describe_machine
-from mtpbuild.builder.measure.prompts import Dataset, load_groups
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import make_scheme
+from mtpbuild.lab.measure.host import describe_machine
+from mtpbuild.lab.measure.prompts import Dataset, load_groups
 from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")

@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.eval.problems import GradedAnswer, answer_problems, load_problems
-from mtpbuild.builder.eval.report import make_rows
 from mtpbuild.builder.formats import FORMATS
-from mtpbuild.builder.measure.runs import STRICT
-from mtpbuild.builder.measure.statistics import ALL
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES, Scheme, find_weight_role
+from mtpbuild.lab.eval.problems import GradedAnswer, answer_problems, load_problems
+from mtpbuild.lab.eval.report import make_rows
+from mtpbuild.lab.measure.runs import STRICT
+from mtpbuild.lab.measure.statistics import ALL
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.measure.prompts import BUILT_IN, Dataset, load_groups
+from mtpbuild.builder.plan.recipe import BUILT_IN
+from mtpbuild.lab.measure.prompts import Dataset, load_groups
 from mtpbuild.runtime import Engine, MtpbuildError
 from mtpbuild.runtime.errors import UsageError
 

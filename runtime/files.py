@@ -82,3 +82,10 @@ def find_user_cache() -> Path:
         return Path.home() / ".cache" / "mtpbuild"
     except RuntimeError:  # a container whose user is not in its passwd
         raise OSError(errno.ENOENT, "this user has no home folder: set XDG_CACHE_HOME") from None
+
+
+def format_size(size: float) -> str:
+    """Format a number of bytes in the largest unit of which it has one or more."""
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+    name, unit = next((u for u in units if size >= u[1]), ("bytes", 1))
+    return f"{size:,.0f} bytes" if unit == 1 else f"{size / unit:,.2f} {name}"

@@ -22,6 +22,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # dozens of processes import th
 sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take the others' time
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+pytest_plugins = ["tests.support.models"]
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

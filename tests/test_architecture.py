@@ -16,7 +16,7 @@ from tests.support.cpu_kernels import compiled
 
 ROOT = Path(__file__).parents[1]
 HEADING = "## To change something, open these files"
-CODE = ("builder", "runtime", "plugins", "recipes")
+CODE = ("builder", "lab", "runtime", "plugins", "recipes")
 # What other packages could bring, with the words by which the code would have to know each.
 TOYS = {
     "target": ("tests/support/toy_target", r"\btoy(_log|_mark)?\b|Toy[A-Z]"),
@@ -211,9 +211,9 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "mtpbuild").mkdir()
     for name in ("builder", "plugins"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("recipes", "runtime"):
+    for name in ("lab", "recipes", "runtime"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("builder", "plugins", "recipes", "runtime"):
+    for name in ("builder", "lab", "plugins", "recipes", "runtime"):
         (tmp_path / "mtpbuild" / name).symlink_to(tmp_path / name)
     shutil.copy(ROOT / "mtpbuild" / "__init__.py", tmp_path / "mtpbuild")
     shutil.copy(ROOT / "setup.py", tmp_path)

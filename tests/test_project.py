@@ -29,17 +29,20 @@ from mtpbuild.runtime.errors import advise_install
 from tests.support import parts
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("builder", "plugins", "recipes", "runtime")
+PARTS = ("builder", "lab", "plugins", "recipes", "runtime")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 # Import order, top to bottom.
 MAY_IMPORT = {
     "builder": {"builder", "plugins", "recipes", "runtime"},
+    "lab": {"builder", "lab", "plugins", "recipes", "runtime"},
     "plugins": {"plugins", "runtime"},
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
+LAB = {"lab"}
+USE_THE_LAB = ("mtpbuild.builder.cli", "mtpbuild.builder.compiler.build")
 # All that plugins may import of the run time.
 SHARED = tuple(
     f"mtpbuild.runtime.contract.{name}" for name in ("controls", "programs", "rules", "sums")
@@ -51,17 +54,18 @@ STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
     "builder": {"onnx_ir", "onnxscript", "pydantic", "rich", "safetensors", "torch", "typer"},
+    "lab": {"numpy", "pydantic", "rich", "safetensors", "torch", "typer"},
     "plugins": {"numpy", "onnx", "onnxscript", "torch", "triton"},
     "recipes": set[str](),
     "runtime": {"jinja2", "numpy", "onnxruntime", "pydantic", "rich", "tokenizers", "typer"},
 }
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
-    "mtpbuild.builder.measure.statistics": {"numpy"},
+    "mtpbuild.lab.measure.statistics": {"numpy"},
     "mtpbuild.builder.gguf.tokenizer": {"tokenizers"},
     **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("architectures", "container", "mapped")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
-    "mtpbuild.builder.eval.study": {"numpy"},
+    "mtpbuild.lab.eval.study": {"numpy"},
     "mtpbuild.builder.targets.exact": {"numpy"},
     "mtpbuild.runtime.engine.metrics": {"prometheus_client"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
@@ -89,7 +93,7 @@ TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Return (module, path) of every file of the four packages."""
+    """Return (module, path) of every file of the five packages."""
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -185,7 +189,10 @@ def test_imports_go_down() -> None:
         for name in imports(path, module_level=False):
             top, *rest = name.split(".")
             assert top not in (*PARTS, "tests"), f"{path}: import mtpbuild.{name}"
-            own = top != "mtpbuild" or not rest or rest[0] in MAY_IMPORT[part_of(module)]
+            allowed = MAY_IMPORT[part_of(module)] | (
+                LAB if module.startswith(USE_THE_LAB) else set()
+            )
+            own = top != "mtpbuild" or not rest or rest[0] in allowed
             foreign = part_of(module) == "plugins" and name.startswith("mtpbuild.runtime")
             assert own, f"{path} imports {name}"
             assert not foreign or name.startswith(SHARED), f"{path} imports {name}"
@@ -315,7 +322,7 @@ def test_imports_have_no_circle() -> None:
     assert f"{step[:-4]}trace" in graph["mtpbuild.builder.targets.target"], "those of types, too"
 
 
-@pytest.mark.parametrize("part", ["builder", "runtime"])
+@pytest.mark.parametrize("part", ["builder", "lab", "runtime"])
 def test_folders_import_lower_ones(part: str) -> None:
     """docs/architecture.md gives the order of the folders; files beside them are the lowest."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -337,7 +344,7 @@ def test_nothing_compares_a_targets_name() -> None:
     """A target owns its words: a value of it answers, not an `if` on what it is called."""
     found = {
         f"{path.relative_to(ROOT)}: {line}"
-        for part in ("builder", "runtime")
+        for part in ("builder", "lab", "runtime")
         for path in sorted((ROOT / part).rglob("*.py"))
         for line in comparisons_of_a_target(parse(path))
     }
@@ -435,7 +442,7 @@ def test_dependencies_are_declared() -> None:
     assert server == IN_THE_SERVER - {"h11"}  # uvicorn's own
     assert groups["ray"][0].startswith("ray[serve]")
     build = {dependency.partition(">")[0].partition("=")[0] for dependency in groups["build"]}
-    extra = (OUTSIDE["builder"] | OUTSIDE["plugins"]) - base
+    extra = (OUTSIDE["builder"] | OUTSIDE["lab"] | OUTSIDE["plugins"]) - base
     build |= {dependency.partition(">")[0] for dependency in groups["triton"]}
     assert extra - {names.get(name, name) for name in build} <= {"onnx_ir"}  # of onnxscript
 

@@ -129,7 +129,7 @@ def cpu_engines() -> str:
 
 def published_speeds() -> str:
     """Return the table in docs/plan.md of R1's predicted and published speeds on 8 B200."""
-    from mtpbuild.builder.forecast.forecast import PUBLISHED_SPEED
+    from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED
 
     found = plan_of_r1("deepseek-r1-fp4")
     rows = [["acceptance length, published", *(f"{n:.2f}" for n in found["acceptance_lengths"])]]

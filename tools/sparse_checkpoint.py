@@ -10,16 +10,16 @@ import argparse
 import shutil
 from pathlib import Path
 
-from mtpbuild.builder.forecast.weights import (
+from mtpbuild.builder.formats import Entry
+from mtpbuild.builder.models import find_family_of
+from mtpbuild.builder.models.common.weight import WHOLE, Stored
+from mtpbuild.builder.plan.recipe import find_recipe
+from mtpbuild.builder.plan.weight_classes import (
     CheckpointLayout,
     count_classes,
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.formats import Entry
-from mtpbuild.builder.models import find_family_of
-from mtpbuild.builder.models.common.weight import WHOLE, Stored
-from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.placed import Shard, split, write_index
 from mtpbuild.runtime.ranks import ALONE
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.forecast.step import count_distinct_experts
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -16,6 +15,7 @@ from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import DecoderLayer
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.program.programs import Program
+from mtpbuild.lab.forecast.step import count_distinct_experts
 from mtpbuild.plugins import accept_best, accept_rewind
 from mtpbuild.plugins.accept_rewind.op import best_token
 from on_gpu.machine import Machine

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.forecast.cpu import make_engine_model
-from mtpbuild.builder.forecast.step import CostModel, StepLoad, count_distinct_experts
-from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, find_weight_of
 from mtpbuild.builder.models.costs import Costs
+from mtpbuild.builder.plan.weight_classes import find_layout
 from mtpbuild.builder.weights.placed import read_places
+from mtpbuild.lab.forecast.cpu import make_engine_model
+from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.ranks import ALONE

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtpbuild.builder.measure.host import describe_machine
+from mtpbuild.lab.measure.host import describe_machine
 
 # Bytes that are read repeatedly: as in a step, some of them are in the CPU's caches.
 SIZES = (10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 2 * 10**9)

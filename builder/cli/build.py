@@ -191,8 +191,9 @@ def recipes(
     if not fits:
         print_recipes(json)
         return
-    from mtpbuild.builder.forecast.fitting import find_fitting
-    from mtpbuild.builder.measure.host import measure_bandwidth, measure_machine
+    from mtpbuild.builder.plan.machine import measure_machine
+    from mtpbuild.lab.forecast.fitting import find_fitting
+    from mtpbuild.lab.measure.host import measure_bandwidth
 
     bandwidth = measure_bandwidth()
     print_fitting(find_fitting(load_recipes(), measure_machine(), bandwidth), bandwidth, json)

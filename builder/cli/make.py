@@ -14,7 +14,7 @@ from mtpbuild.runtime.contract.rules import find_rule, list_rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.forecast.cpu import CpuEngine, CpuForecast
+    from mtpbuild.lab.forecast.cpu import CpuEngine, CpuForecast
 
 
 def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
@@ -24,12 +24,12 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     the errors of a build, and BuildError if no engine of the model fits this machine.
     """
     from mtpbuild.builder.compiler.download import fetch_configuration
-    from mtpbuild.builder.forecast.cpu import forecast_cpu
-    from mtpbuild.builder.forecast.fitting import choose_weights, names_target
-    from mtpbuild.builder.forecast.forecast import ForecastRequest
     from mtpbuild.builder.plan.recipe import name_model
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
+    from mtpbuild.lab.forecast.cpu import forecast_cpu
+    from mtpbuild.lab.forecast.fitting import choose_weights, names_target
+    from mtpbuild.lab.forecast.forecast import ForecastRequest
     from mtpbuild.runtime.cli.engines import ENGINES, describe_engine, list_folders
     from mtpbuild.runtime.contract.manifest import read_manifest
 
@@ -71,7 +71,7 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
 
 def describe_build(found: "CpuForecast", engine: "CpuEngine") -> str:
     """Say in a line what is fetched and built."""
-    from mtpbuild.builder.show.tables import format_size
+    from mtpbuild.runtime.files import format_size
 
     fetched = f"fetches {format_size(found.download)}" if found.download else "fetches nothing"
     weights = "as stored" if engine.weights is None else f"in {engine.weights}"

@@ -71,11 +71,11 @@ def bench(
     json: bool = flag(False, "Print bench.json instead of the tables."),
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
-    from mtpbuild.builder.bench.bench import BenchRequest, bench, list_pictures
-    from mtpbuild.builder.bench.report import print_benchmarks
-    from mtpbuild.builder.measure.prompts import OUTPUT_LEN, Dataset
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.targets.choice import choose_target
+    from mtpbuild.lab.bench.bench import BenchRequest, bench, list_pictures
+    from mtpbuild.lab.bench.report import print_benchmarks
+    from mtpbuild.lab.measure.prompts import OUTPUT_LEN, Dataset
 
     numbers = None if nextn is None else parse_nextn(nextn)
     also = name_source(BLOG, "--relaxed") if relaxed else []
@@ -122,8 +122,8 @@ def evaluate(
     json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
-    from mtpbuild.builder.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
-    from mtpbuild.builder.eval.report import draw_evaluation, print_evaluation
+    from mtpbuild.lab.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
+    from mtpbuild.lab.eval.report import draw_evaluation, print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
@@ -174,7 +174,7 @@ def verify(
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
-    from mtpbuild.builder.verify import verify
+    from mtpbuild.lab.verify import verify
 
     request = verify.VerifyRequest(
         engine=engine, options=list_changed_flags(load_flags), **vars(flags)
@@ -194,7 +194,7 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.builder.eval.study import draw_study, print_study, study
+    from mtpbuild.lab.eval.study import draw_study, print_study, study
 
     found = study(traces, out)
     show, draw = partial(print_study, found), partial(draw_study, found)

@@ -48,10 +48,10 @@ def plan(
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
     from mtpbuild.builder.compiler.download import fetch_configuration
-    from mtpbuild.builder.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
-    from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast, parse_measured
-    from mtpbuild.builder.forecast.report import draw_forecast, make_plan_json, print_forecast
-    from mtpbuild.builder.show.pictures import explain_no_pictures
+    from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
+    from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
+    from mtpbuild.lab.forecast.report import draw_forecast, make_plan_json, print_forecast
+    from mtpbuild.lab.show.pictures import explain_no_pictures
 
     if picture is not None and (why := explain_no_pictures()):
         raise MissingDependencyError(why)

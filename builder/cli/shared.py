@@ -20,7 +20,7 @@ from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
-    from mtpbuild.builder.show.results import Pictures
+    from mtpbuild.lab.show.results import Pictures
 
 TargetFlags: Any = make_option_flags(build_options)
 
@@ -103,7 +103,7 @@ def print_written_results(
 
     A picture that can't be drawn is a line on standard error.
     """
-    from mtpbuild.builder.show.results import draw_pictures
+    from mtpbuild.lab.show.results import draw_pictures
 
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)

@@ -9,18 +9,19 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.builder.show.tables import format_size, make_names_column, print_lines
 from mtpbuild.builder.weights.scheme import AS_STORED
+from mtpbuild.lab.show.tables import make_names_column, print_lines
 from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
+from mtpbuild.runtime.files import format_size
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
     from mtpbuild.builder.compiler.dry_run import DryRun, EngineForecast
     from mtpbuild.builder.compiler.quantize import Quantized
-    from mtpbuild.builder.forecast.fitting import FittingEngine
     from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.stages import Stages
+    from mtpbuild.lab.forecast.fitting import FittingEngine
 
 
 def print_recipes(json: bool) -> None:

@@ -26,7 +26,7 @@ def tune_head(
     with show_progress("reading the checkpoint") as watch:
         with needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.stages import Stages
-            from mtpbuild.builder.tune.tune_head import TuneRequest, tune_head
+            from mtpbuild.lab.tune.tune_head import TuneRequest, tune_head
         done = tune_head(TuneRequest(model, data, out, **vars(flags)), Stages(watch))
     typer.echo(
         f"acceptance length of {done.drafter} at nextn {done.nextn} on {done.prompts} held-out "

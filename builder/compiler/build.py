@@ -180,7 +180,7 @@ def explain_inexact(
 
 def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
     """Probe whether an engine is exact; `write` the result, or raise BuildError (`refuse`)."""
-    from mtpbuild.builder.measure.checks import probe
+    from mtpbuild.lab.measure.checks import probe
 
     found = probe(folder)
     if found.wrong is not None and refuse:

@@ -19,7 +19,7 @@ from mtpbuild.builder.compiler.plans import (
 )
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.staged import count_staged_bytes
-from mtpbuild.builder.measure.host import explain_small_disk
+from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest

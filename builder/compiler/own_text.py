@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from mtpbuild.builder.measure.prompts import BUILT_IN, find_built_in
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.plan.recipe import find_model, find_recipe_folder
+from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_model, find_recipe_folder
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages, Watch, say_time_left
@@ -20,7 +19,7 @@ from mtpbuild.builder.weights.requantised import Requantised
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
 from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.cli.input_file import FileRequest, generate_all, read_requests
+from mtpbuild.runtime.configuration.input_file import FileRequest, generate_all, read_requests
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 

@@ -10,12 +10,12 @@ from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quanti
 from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
-from mtpbuild.builder.forecast.context import USUAL, choose_context, count_weights_bytes
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.measure.host import measure_memory
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.modules import count_stored_modules
 from mtpbuild.builder.models.ranks import check_ranks
+from mtpbuild.builder.plan.context import USUAL, choose_context, count_weights_bytes
+from mtpbuild.builder.plan.machine import measure_memory
 from mtpbuild.builder.plan.plan import (
     ADAPTIVE_NEXTN,
     Nextn,

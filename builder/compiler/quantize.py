@@ -16,9 +16,9 @@ from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks
-from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore

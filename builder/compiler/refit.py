@@ -17,8 +17,8 @@ from mtpbuild.builder.compiler.notes import log_notes
 from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
 from mtpbuild.builder.engine.layout import change_engine
-from mtpbuild.builder.measure.host import explain_small_disk
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.show.tables import format_size
+from mtpbuild.runtime.files import format_size
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (plugins.matmul_scaled, plugins.matmul_wide)}

@@ -25,6 +25,7 @@ from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
+BUILT_IN = ("code", "reasoning")  # data sets of prompts
 TARGET = "onnxruntime"  # for models whose recipe names no target
 NEAREST = 5  # recipes that a message about an unknown name lists
 # OWNER/NAME, and after a colon which of its GGUF files
@@ -254,3 +255,8 @@ def suggest_instead_of(name: str, made_from: Sequence[str] = ()) -> str:
 def strip_model_name(name: str) -> str:
     """Strip the owner and the format of the weights from a folder's or repository's name."""
     return FORMAT.sub("", name.rpartition("/")[2]).casefold()
+
+
+def find_built_in(name: str) -> Path:
+    """Find the file of a built-in dataset or task."""
+    return find_recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"

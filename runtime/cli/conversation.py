@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 
 from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.cli.chat_settings import change_setting, list_settable_names, read_value_of
-from mtpbuild.runtime.cli.input_file import InputLine, read_lines
 from mtpbuild.runtime.cli.terminal import summary
+from mtpbuild.runtime.configuration.input_file import InputLine, read_lines
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError, UsageError

@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from mtpbuild.runtime.cli.input_file import generate_all, read_requests
+from mtpbuild.runtime.configuration.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, list_ranks_here
 from mtpbuild.runtime.contract.programs import host_type

@@ -17,8 +17,8 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.models.common.plain import PlainMoE
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import quick_target

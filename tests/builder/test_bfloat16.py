@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.refit import refit
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.common.precision import set_dtype
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.stages import Stages
+from mtpbuild.lab.measure.runs import run_prompts
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Programs

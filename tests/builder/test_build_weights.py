@@ -18,14 +18,11 @@ from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.graph.pipelines import CPU, PLAIN
-from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify import verify
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.requantised import Requantised
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,
@@ -34,6 +31,9 @@ from mtpbuild.builder.weights.scheme import (
     make_engine_scheme,
     make_scheme,
 )
+from mtpbuild.lab.measure.runs import TimedAnswer, run_prompts
+from mtpbuild.lab.verify import verify
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import CheckpointError, UsageError

@@ -13,7 +13,6 @@ from mtpbuild.builder.compiler.own_text import find_state_folder
 from mtpbuild.builder.formats.integers import BLOCK, INT4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.copies import HEAD
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights import calibration
 from mtpbuild.builder.weights.calibration import Calibration, InputSums
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -21,6 +20,7 @@ from mtpbuild.builder.weights.gptq import DAMPING, correct_errors, encode_calibr
 from mtpbuild.builder.weights.requantised import Requantised, requantise
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.streamed import make_batches
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint, write_tokenizer
 from tests.support.families import make_family, save_family

@@ -16,8 +16,8 @@ import pytest
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.measure.compare import compare_bits
-from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
+from mtpbuild.lab.measure.compare import compare_bits
+from mtpbuild.lab.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.plugins.cpu import onnx
 from mtpbuild.runtime import Engine
 from tests.support.drawn_models import MAX_SEQ_LEN, DrawnModel, draw_model

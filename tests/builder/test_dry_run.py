@@ -25,12 +25,12 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
-from mtpbuild.builder.measure import host
-from mtpbuild.builder.measure.host import Disk
+from mtpbuild.builder.plan.machine import Disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
+from mtpbuild.lab.measure import host
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, CheckpointError, advise_install
 from mtpbuild.runtime.ranks import Ranks

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.measure import checks
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import exact
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.lab.measure import checks
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT

@@ -23,14 +23,14 @@ from mtpbuild.builder.checkpoint.config import ModuleInputs, MoEConfig
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Positions, Rope
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.plan.plan import DrafterName
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
+from mtpbuild.lab.measure.runs import run_prompts
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, UsageError

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.group import start as ranks_module
 from tests.support import bfloat16, collectives, eager_ranks

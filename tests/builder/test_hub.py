@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler import hub as hub_module
 from mtpbuild.builder.compiler.download import download
-from mtpbuild.builder.measure.host import Disk, Room
+from mtpbuild.builder.plan.machine import Disk, Room
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme

@@ -27,7 +27,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.plugins import delta_advance, delta_rule
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 from mtpbuild.runtime.contract.state import name_layer_state

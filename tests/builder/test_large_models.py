@@ -10,12 +10,12 @@ import torch
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.forecast.cpu import forecast_cpu
-from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.lab.forecast.cpu import forecast_cpu
+from mtpbuild.lab.forecast.forecast import ForecastRequest
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint

@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support.checkpoints import load_config, lower, make_model, save_checkpoint
 from tests.support.invoke import invoke

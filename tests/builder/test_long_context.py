@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.compiler.plans import make_plans
-from mtpbuild.builder.forecast.context import choose_context
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.plan.context import choose_context
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
 from mtpbuild.runtime import Engine, SamplingParams

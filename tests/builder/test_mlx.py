@@ -27,10 +27,10 @@ from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.files import collect_tensors, list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.stored import Checkpoint
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only

@@ -14,7 +14,7 @@ from mtpbuild.builder.gguf import architectures
 from mtpbuild.builder.gguf.mapped import Tiles
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.plan import DrafterName, Plan
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.eager import EagerPrograms
 from tests.support.forced import Run

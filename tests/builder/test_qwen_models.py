@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.forecast.machines import UNKNOWN
-from mtpbuild.builder.forecast.step import CostModel, StepLoad
-from mtpbuild.builder.forecast.weights import (
+from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
+from mtpbuild.builder.plan.plan import Plan, make_state_specs
+from mtpbuild.builder.plan.recipe import find_recipe
+from mtpbuild.builder.plan.weight_classes import (
     MAIN,
     MODULES,
     count_classes,
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.models import find_family_of, load_config
-from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
-from mtpbuild.builder.plan.plan import Plan, make_state_specs
-from mtpbuild.builder.plan.recipe import find_recipe
+from mtpbuild.lab.forecast.machines import UNKNOWN
+from mtpbuild.lab.forecast.step import CostModel, StepLoad
 from mtpbuild.runtime.ranks import ALONE
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.support.invoke import invoke

@@ -19,8 +19,8 @@ from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights.scheme import make_scheme
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import BuildError, EngineError

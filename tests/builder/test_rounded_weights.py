@@ -18,9 +18,9 @@ from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
-from mtpbuild.builder.verify import verify
-from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import IN_FLOATS, SCHEMES
+from mtpbuild.lab.verify import verify
+from mtpbuild.lab.verify.plain import judge_texts, load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import UsageError
 from tests.support.checkpoints import QUANTIZABLE, SMALLEST, make_predictable, save_checkpoint

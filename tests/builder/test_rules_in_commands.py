@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.cli.make import make_engine
-from mtpbuild.builder.eval.evaluate import EvalRequest, choose_settings
-from mtpbuild.builder.verify.checks import VerifyCase
-from mtpbuild.builder.verify.verify import run_check
+from mtpbuild.lab.eval.evaluate import EvalRequest, choose_settings
+from mtpbuild.lab.verify.checks import VerifyCase
+from mtpbuild.lab.verify.verify import run_check
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.manifest import read_manifest

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.cli.make import describe_build, make_engine
-from mtpbuild.builder.forecast.cpu import CpuForecast, forecast_cpu
-from mtpbuild.builder.forecast.fitting import choose_weights, find_fitting
-from mtpbuild.builder.forecast.forecast import ForecastRequest
-from mtpbuild.builder.measure.host import Disk, Machine
+from mtpbuild.builder.plan.machine import Disk, Machine
 from mtpbuild.builder.plan.recipe import load_recipes
+from mtpbuild.lab.forecast.cpu import CpuForecast, forecast_cpu
+from mtpbuild.lab.forecast.fitting import choose_weights, find_fitting
+from mtpbuild.lab.forecast.forecast import ForecastRequest
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingWeightsError, UsageError
 from tests.support.invoke import refusal

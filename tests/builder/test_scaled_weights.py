@@ -19,8 +19,6 @@ from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.nvfp4 import NVFP4
-from mtpbuild.builder.measure.compare import LARGEST_DIFFERENCE
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -31,8 +29,10 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
+from mtpbuild.lab.measure.compare import LARGEST_DIFFERENCE
+from mtpbuild.lab.measure.runs import run_prompts
+from mtpbuild.lab.verify.plain import judge_texts, load_plain
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, FloatType, read_manifest

@@ -72,10 +72,10 @@ def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        "builder/bench/bench.py",
+        "lab/bench/bench.py",
         "builder/cli/build.py",
-        "builder/verify/verify.py",
-        "builder/forecast/step.py",
+        "lab/verify/verify.py",
+        "lab/forecast/step.py",
         "builder/targets/lower_tensorrt.py",  # another target
         "builder/models/mimo/model.py",  # another family
         "runtime/engine/loop.py",

@@ -10,7 +10,7 @@ import torch
 from mtpbuild.builder.models import find_family, find_family_of, load_config, register
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.plan.plan import DrafterName
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError

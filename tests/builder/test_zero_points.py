@@ -14,12 +14,12 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_integers
 from mtpbuild.builder.graph.pipelines import CPU
-from mtpbuild.builder.measure.checks import ROUNDED
 from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
-from mtpbuild.builder.verify.plain import judge_texts
 from mtpbuild.builder.weights.scheme import SCHEMES
+from mtpbuild.lab.measure.checks import ROUNDED
+from mtpbuild.lab.verify.plain import judge_texts
 from mtpbuild.plugins.product_packed.op import unpacked
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.targets.capability import GPUS, architecture
+from mtpbuild.lab.measure.runs import run_prompts
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.gpu.torch_cuda import Gpu

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.measure.runs import run_prompts
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
+from mtpbuild.lab.measure.runs import run_prompts
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT

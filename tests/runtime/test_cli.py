@@ -16,7 +16,7 @@ from typer.testing import Result as CliResult
 from mtpbuild.builder.compiler.prefixes import read_beginning
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cli import terminal
-from mtpbuild.runtime.cli.input_file import read_requests
+from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.sampling.params import SETTINGS, list_http_settings

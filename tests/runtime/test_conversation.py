@@ -9,7 +9,7 @@ import pytest
 
 from mtpbuild.runtime import ChatResult, EngineError, SamplingParams
 from mtpbuild.runtime.cli.conversation import COMMANDS, Conversation
-from mtpbuild.runtime.cli.input_file import read_requests
+from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText

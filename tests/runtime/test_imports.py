@@ -47,10 +47,10 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
     )
 
 
-def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
+def test_the_run_time_imports_neither_builder_nor_lab_nor_plugins() -> None:
     """It imports torch nowhere but in the programs of the target that needs it, inductor."""
     for path in sorted(RUNTIME.rglob("*.py")):
-        heavy = {"transformers", "builder", "plugins"}
+        heavy = {"transformers", "builder", "lab", "plugins"}
         if path.stem not in NEED_TORCH and not path.stem.startswith("inductor"):
             heavy.add("torch")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -59,7 +59,9 @@ def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
             for name in names:
                 parts = name.split(".")
                 assert parts[0] not in heavy, path
-                assert parts[:2] not in (["mtpbuild", "builder"], ["mtpbuild", "plugins"]), path
+                assert parts[:2] not in [
+                    ["mtpbuild", name] for name in ("builder", "lab", "plugins")
+                ], path
                 assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: relative"
 
 

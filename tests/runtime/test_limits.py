@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.measure.host import measure_machine
+from mtpbuild.builder.plan.machine import measure_machine
 from mtpbuild.runtime.limits import UNKNOWN, Limits, measure_limits
 
 MEMINFO = "MemTotal:  90 kB\nMemFree: 9 kB\nMemAvailable:    70 kB\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.runtime import DeadlineError, Engine, RequestError, SamplingParams
-from mtpbuild.runtime.cli.input_file import read_requests
+from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract import rules
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.measure.runs import run_prompts
-from mtpbuild.builder.measure.statistics import sum_drafting
+from mtpbuild.lab.measure.runs import run_prompts
+from mtpbuild.lab.measure.statistics import sum_drafting
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.cli.terminal import summary
 from mtpbuild.runtime.text.tokenizer import Tokenizer

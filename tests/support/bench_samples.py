@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.bench.figures import NextnResult, make_rows
-from mtpbuild.builder.bench.measure import Contender, Measurements
-from mtpbuild.builder.bench.report import Benchmark
-from mtpbuild.builder.measure.host import describe_machine
-from mtpbuild.builder.measure.prompts import Prompt
-from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.plan.plan import Nextn
+from mtpbuild.lab.bench.figures import NextnResult, make_rows
+from mtpbuild.lab.bench.measure import Contender, Measurements
+from mtpbuild.lab.bench.report import Benchmark
+from mtpbuild.lab.measure.host import describe_machine
+from mtpbuild.lab.measure.prompts import Prompt
+from mtpbuild.lab.measure.runs import TimedAnswer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, SpeculativeDecoding
 from tests.support import fakes

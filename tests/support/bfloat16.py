@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mtpbuild.builder.measure.runs import TimedAnswer
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
+from mtpbuild.lab.measure.runs import TimedAnswer
 
 NEAR = 0.25  # a smaller gap between two logits may be ranked either way
 OFF = 0.3  # allowed error of a log-probability; most are within 0.01

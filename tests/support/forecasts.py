@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from mtpbuild.builder.forecast import cpu, forecast
+from mtpbuild.lab.forecast import cpu, forecast
 
 
 @contextlib.contextmanager

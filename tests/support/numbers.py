@@ -4,11 +4,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mtpbuild.builder.measure.checks import ROUNDED
-from mtpbuild.builder.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.verify.plain import judge_texts, load_plain
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.lab.measure.checks import ROUNDED
+from mtpbuild.lab.measure.runs import TimedAnswer, run_prompts
+from mtpbuild.lab.verify.plain import judge_texts, load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 
 EQUAL = 1e-4  # largest difference of log-probabilities where nothing was rounded another way

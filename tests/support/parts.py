@@ -49,7 +49,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "*/test_integer_weights.py",
         "*/test_hybrid_eng*",
     ),
-    "builds": ("builder/test_*",),
+    "builds": ("builder/test_*", "lab/test_*"),
 }
 
 

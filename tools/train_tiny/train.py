@@ -42,7 +42,7 @@ from data import (
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainRouter
 from mtpbuild.builder.models.qwen3_5.reference import PlainUnitRMSNorm
-from mtpbuild.builder.tune.chains import run_chain
+from mtpbuild.lab.tune.chains import run_chain
 from muon import Optimizer
 from problems import training_problems
 

@@ -1,0 +1,212 @@
+"""`mtpbuild study`: which drafts were accepted, from traces, by their place and certainty."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtpbuild.lab.measure.statistics import Estimate, estimate_share
+from mtpbuild.lab.show.pictures import (
+    choose_colour,
+    compute_error_bar_lengths,
+    draw_panels,
+    share_legend,
+)
+from mtpbuild.lab.show.results import check_writable, write_results
+from mtpbuild.lab.show.tables import make_figures_table, print_lines
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.trace.lines import TaskId, TraceFile, read_trace
+
+BINS = 8
+AXES = {  # by the field of `JudgedDraft` that drafts are binned by
+    "draft": "draft of a step",
+    "position": "position in the context",
+    "greedy_margin": "margin of a greedy target, logits",
+    "sampled_margin": "margin of a sampled target, of its CDF",
+    "entropy": "entropy of the target, nats",
+    "probability": "probability of the draft by the model",
+    "rank": "rank of the draft by the model",
+    "q": "probability of the draft by the drafter",
+}
+LOGARITHMIC = ("rank",)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedDraft:
+    """A draft that a step judged; drafts after the first rejected one are not judged."""
+
+    task_id: TaskId
+    step: int
+    draft: int  # 1 for the first of its step
+    position: int  # of the drafted token, among prompt and output
+    accepted: bool
+    # Of the target: the gap between the best two logits, or the distance of the drawn number to
+    # the border of the token's cell. They have no common scale, so one of them is None.
+    greedy_margin: float | None
+    sampled_margin: float | None
+    entropy: float | None  # of the target, in nats
+    # Of the draft, by the model's plain softmax, and by the distribution that it was drawn from.
+    # Older traces, and those of `run` without --logprobs, have none of these.
+    probability: float | None
+    rank: int | None
+    q: float | None  # None if it was not drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """The drafts whose margin (or another of `AXES`) is from `low` to `high`, both included."""
+
+    low: float
+    high: float
+    mean: float
+    judged: int
+    accepted: int
+
+    @property
+    def share(self) -> Estimate:
+        return estimate_share(self.accepted, self.judged)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStudy:
+    """The drafts of one trace, and bins by each of `AXES` that the trace records."""
+
+    trace: TraceFile
+    drafts: list[JudgedDraft]
+    bins: dict[str, list[Bin]]
+
+    @property
+    def accepted(self) -> int:
+        return sum(draft.accepted for draft in self.drafts)
+
+
+def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
+    """Read traces and write study.json and study.csv; raise UsageError."""
+    check_writable(out)
+    found = [study_trace(read_trace(path)) for path in paths]
+    document = {"traces": [make_study_json(each) for each in found]}
+    rows = ({"trace": str(each.trace.path), **asdict(d)} for each in found for d in each.drafts)
+    write_results(out, "study", document, rows)
+    return found
+
+
+def study_trace(trace: TraceFile) -> TraceStudy:
+    drafts = [*list_judged_drafts(trace)]
+    if not drafts:
+        raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
+    bins = {}
+    for name in AXES:
+        values = [(getattr(draft, name), draft.accepted) for draft in drafts]
+        if known := [(value, accepted) for value, accepted in values if value is not None]:
+            bins[name] = make_bins(known)
+    return TraceStudy(trace, drafts, bins)
+
+
+def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
+    """List the drafts of a trace that were judged."""
+    for task_id, request in trace.requests.items():
+        for step, row in request.rows():
+            if row < step.num_drafts:
+                margin, greedy = step.margins[row], request.request.greedy
+                yield JudgedDraft(
+                    task_id=task_id,
+                    step=step.step,
+                    draft=row + 1,
+                    position=step.position + 1 + row,
+                    accepted=row < step.n - 1,
+                    greedy_margin=margin if greedy else None,
+                    sampled_margin=None if greedy else margin,
+                    entropy=step.entropies[row] if step.entropies else None,
+                    probability=_exp(step.draft_logprobs[row]) if step.draft_logprobs else None,
+                    rank=step.draft_ranks[row] if step.draft_ranks else None,
+                    q=step.draft_q[row] if step.draft_q else None,
+                )
+
+
+def _exp(logprob: float | None) -> float:
+    return 0.0 if logprob is None else math.exp(logprob)  # None stands for an infinity
+
+
+def make_bins(points: Sequence[tuple[float, bool]]) -> list[Bin]:
+    """Put points into a bin per value, or into at most `BINS` bins of similar counts."""
+    values, accepted = np.array([x for x, _ in points], float), np.array([y for _, y in points])
+    distinct = np.unique(values)
+    if len(distinct) > BINS:
+        distinct = np.unique(np.quantile(values, np.arange(BINS) / BINS, method="lower"))
+    places = np.searchsorted(distinct, values, side="right") - 1
+    bins = []
+    for place in range(len(distinct)):
+        mine, verdicts = values[places == place], accepted[places == place]
+        counts = len(mine), int(verdicts.sum())
+        bins.append(Bin(float(mine.min()), float(mine.max()), float(mine.mean()), *counts))
+    return bins
+
+
+def make_study_json(result: TraceStudy) -> dict[str, Any]:
+    first = next(iter(result.trace.requests.values())).request
+    return {
+        "trace": str(result.trace.path),
+        **{name: getattr(first, name) for name in ("model", "nextn", "drafter", "target")},
+        "judged": len(result.drafts),
+        "accepted": result.accepted,
+        "by": {
+            name: [asdict(b) | {"share": b.share.value, "interval": b.share[1:]} for b in bins]
+            for name, bins in result.bins.items()
+        },
+    }
+
+
+def print_study(found: Sequence[TraceStudy]) -> None:
+    """Print a table for each trace and each of its axes."""
+    for result in found:
+        title = f"{result.trace.path}: {result.accepted} of {len(result.drafts)} judged drafts"
+        print_lines(title, style="bold")
+        for name, bins in result.bins.items():
+            table = make_figures_table(AXES[name], ("judged", "accepted", "95 %"))
+            for each in bins:
+                share = each.share
+                ends = dict.fromkeys(f"{end:.4g}" for end in (each.low, each.high))
+                cells = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
+                table.add_row(" to ".join(ends), str(each.judged), *cells)
+            print_lines(table)
+        if "entropy" not in result.bins:
+            print_lines(
+                "it has no entropies and probabilities: `mtpbuild run` with --json --logprobs 1 "
+                "records them"
+            )
+
+
+def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
+    """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
+    note = "of the drafts that were judged; a point: so many drafts of like values, 95 % interval"
+    with draw_panels(path, note, columns=4, rows=2) as (figure, every):
+        for axes, (name, title) in zip(every, AXES.items(), strict=True):
+            for number, result in enumerate(found):
+                bins = result.bins.get(name, [])
+                shares = [b.share for b in bins]
+                x, y = [b.mean for b in bins], [share.value for share in shares]
+                colour, reach = choose_colour(number), compute_error_bar_lengths(shares)
+                look: dict[str, Any] = {"color": colour, "label": result.trace.path.name}
+                axes.errorbar(x, y, reach if bins else None, fmt="o-", capsize=2, **look)
+                place: dict[str, Any]
+                for each, height in zip(bins, y, strict=True):
+                    offset = (4, 3 - 9 * number)  # each trace's counts in a line of their own
+                    place = {"xy": (each.mean, height), "xytext": offset}
+                    look = {"textcoords": "offset points", "fontsize": 7, "color": colour}
+                    axes.annotate(f"{each.judged:,}", **place, **look)
+            axes.set_xlabel(title)
+            axes.set_ylabel("share accepted")
+            axes.set_ylim(-0.06, 1.08)  # with room for counts
+            recorded = any(name in result.bins for result in found)
+            if not recorded:
+                axes.set_title("not in these traces", fontsize=9)
+            elif name in LOGARITHMIC:
+                axes.set_xscale("log")
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter("")
+        draft = every[0]
+        draft.set_xticks(sorted({int(b.low) for result in found for b in result.bins["draft"]}))
+        share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])

@@ -1,0 +1,312 @@
+"""`mtpbuild plan --cpu`: the download, disk, memory and bytes read of onnxruntime's engines.
+
+Whatever its nextn, an engine holds every weight of the main model and of the MTP modules. The
+weights that `build --weights` quantises are integers, all others fp32.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from rich.table import Table
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.builder.checkpoint.shards import has_weights
+from mtpbuild.builder.graph.pipelines import CPU
+from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
+from mtpbuild.builder.plan.context import MAPPED, choose_context
+from mtpbuild.builder.plan.machine import Machine, measure_machine
+from mtpbuild.builder.plan.recipe import name_model
+from mtpbuild.builder.plan.weight_classes import (
+    CheckpointLayout,
+    CheckpointPortion,
+    count_classes,
+    count_engine_classes,
+    count_file_bytes,
+    sum_portions,
+)
+from mtpbuild.builder.targets.onnxruntime import CACHES
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
+from mtpbuild.lab.forecast.forecast import (
+    ByNextn,
+    ForecastRequest,
+    choose_acceptance_lengths,
+    resolve_request,
+)
+from mtpbuild.lab.forecast.machines import UNKNOWN
+from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
+from mtpbuild.lab.measure.host import measure_bandwidth
+from mtpbuild.lab.show.tables import print_lines
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.files import format_size
+from mtpbuild.runtime.prefix_cache.cache import SHARE
+from mtpbuild.runtime.ranks import ALONE
+
+# Values of --weights; None: integers as the checkpoint has them, int8, or fp32.
+FORMATS = ("int8", "int4")
+ASKED = (None, *FORMATS)
+
+
+@dataclass(frozen=True)
+class CpuEngine:
+    """The engine that `build --weights` would make; lists are over the request's nextn.
+
+    bytes: the size of the weights file. context: what `build` chooses without --max-seq-len.
+    """
+
+    weights: str | None
+    bytes: int
+    memory: list[int]
+    reads: list[float]
+    too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
+    lacking: int  # bytes of disk space that are missing
+    context: int
+
+    @property
+    def fits(self) -> bool:
+        return not self.too_much and not self.lacking
+
+
+@dataclass(frozen=True)
+class CpuForecast:
+    """The figures that `mtpbuild plan --cpu` shows."""
+
+    request: ForecastRequest
+    name: str
+    model: CostModel  # of the engine in fp32
+    portions: dict[str, CheckpointPortion]
+    download: int  # bytes; 0: the weights are here, or are generated here
+    machine: Machine
+    bandwidth: float  # of memory, in bytes/s
+    lengths: ByNextn  # acceptance lengths
+    engines: list[CpuEngine]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(portion.bytes for portion in self.portions.values())
+
+    def speeds(self, engine: CpuEngine) -> list[float | None]:
+        """Return one user's tokens/s for each nextn, if a step only reads memory.
+
+        None: the engine does not fit.
+        """
+        pairs = zip(self.request.nextn, engine.reads, strict=True)
+        found = [self.lengths[nextn] * self.bandwidth / bytes for nextn, bytes in pairs]
+        return [speed if engine.fits else None for speed in found]
+
+    @property
+    def shares_disk(self) -> bool:
+        """Return whether engine and download need room on the same disk."""
+        return self.download > 0 and self.machine.downloads.device == self.machine.engines.device
+
+
+def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> CpuForecast:
+    """Forecast for `machine` or this one; raise UsageError, BuildError or CheckpointError."""
+    machine = machine or measure_machine()
+    if request.bandwidth is not None and not request.bandwidth > 0:
+        raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
+    request, layout = resolve_request(request, CACHES)
+    lengths = choose_acceptance_lengths(request)
+    sizes = sum_portions(layout, count_classes(layout, ALONE))
+    fetched = needs_download(request)
+    download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
+    models = {weights: make_engine_model(layout, build_scheme(weights)) for weights in ASKED}
+    engines = [
+        forecast_engine(request, weights, model, download, machine)
+        for weights, model in models.items()
+        if request.cache_dtype == CACHES[0] or any(each.format in FORMATS for each in model.classes)
+    ]
+    return CpuForecast(
+        request=request,
+        name=layout.name,
+        model=models[None],
+        portions=sizes,
+        download=download,
+        machine=machine,
+        bandwidth=1e9 * request.bandwidth if request.bandwidth else measure_bandwidth(),
+        lengths=lengths,
+        engines=engines,
+    )
+
+
+def needs_download(request: ForecastRequest) -> bool:
+    model = name_model(request.model)
+    if request.checkpoint is not None and not has_weights(request.checkpoint):
+        return True
+    given = request.checkpoint is not None or model.repository is None
+    return not given and model.find_weights() is None
+
+
+def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
+    """Return the model as an engine holds it, on a machine of unknown speed."""
+    config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
+    format_of = layout.format if scheme is None else partial(format_by, scheme, config)
+    found = count_engine_classes(config, format_of, style)
+    if config.n_routed_experts <= DENSE_EXPERTS:
+        for weights in found:  # with few experts a CPU computes all: count them like other weights
+            weights.name = weights.name.replace("experts", "computed experts")
+    return CostModel(config, found, ALONE, UNKNOWN)
+
+
+def forecast_engine(
+    request: ForecastRequest,
+    weights: str | None,
+    model: CostModel,
+    download: int,
+    machine: Machine,
+) -> CpuEngine:
+    file = count_file_bytes(model.classes)
+    caches = [count_cache_bytes(request, model, nextn) for nextn in request.nextn]
+    memory = [round(MAPPED * file) + cache for cache in caches]
+    load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
+    reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
+    too_much = max(0, max(memory) - machine.available)
+    limit, most = model.config.max_position_embeddings, max(request.nextn)
+
+    def state_bytes(context: int) -> int:
+        return count_cache_bytes(replace(request, max_seq_len=context), model, most)
+
+    context = choose_context(limit, machine.memory, file, state_bytes)
+    lacking = machine.lacking(download, file)
+    return CpuEngine(weights, file, memory, reads, too_much, lacking, context)
+
+
+def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
+    """Count the bytes of all requests' cache rows, windows included.
+
+    Recurrent states count twice: a step reads one copy and writes the other.
+    """
+    rows = request.max_seq_len + nextn + 1
+    row = model.cache_bytes(nextn, request.cache_dtype)
+    return request.max_batch * (rows * row + 2 * model.state_bytes)
+
+
+def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
+    """Make the JSON, in bytes; lists are over `nextn`.
+
+    docs/plan.md explains each key.
+    """
+    request, model, machine = f.request, f.model, f.machine
+    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    return {
+        "model": f.name,
+        "target": "onnxruntime",
+        "max_batch": request.max_batch,
+        "max_seq_len": request.max_seq_len,
+        "context_len": request.context_len,
+        "cache_dtype": request.cache_dtype,
+        "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
+        "checkpoint_bytes": f.checkpoint_bytes,
+        "download_bytes": f.download,
+        "memory_bytes": machine.memory,
+        "memory_available_bytes": machine.available,
+        "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
+        "nextn": list(request.nextn),
+        "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
+        "bandwidth_bytes_per_s": f.bandwidth,
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
+        "kv_bytes_per_token": [
+            model.cache_bytes(nextn, request.cache_dtype) for nextn in request.nextn
+        ],
+        "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
+        "engines": [
+            {
+                "weights": engine.weights or AS_STORED,
+                "engine_bytes": engine.bytes,
+                "memory_bytes": engine.memory,
+                "bytes_per_step": engine.reads,
+                "tokens_per_s": f.speeds(engine),
+                "fits_memory": not engine.too_much,
+                "fits_disk": not engine.lacking,
+                "context": engine.context,
+            }
+            for engine in f.engines
+        ],
+    }
+
+
+def print_cpu_forecast(f: CpuForecast) -> None:
+    """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
+    available = format_size(f.machine.available)
+    print_lines(
+        f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
+        f"{available} available",
+        _make_checkpoint_table(f),
+        _format_download_line(f),
+        _make_engines_table(f),
+        fold=False,
+    )
+    _print_room(f)
+    _print_reads(f)
+
+
+def _make_checkpoint_table(f: CpuForecast) -> Table:
+    table = Table("checkpoint", "parameters", "size")
+    for name, portion in f.portions.items():
+        if portion.parameters:
+            parameters = f"{portion.parameters / 1e9:.4g} B"
+            table.add_row(name, parameters, format_size(portion.bytes))
+    return table
+
+
+def _format_download_line(f: CpuForecast) -> str:
+    if not f.download:
+        return "download: nothing"
+    free = format_size(f.machine.downloads.free)
+    return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
+
+
+def _make_engines_table(f: CpuForecast) -> Table:
+    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits", "context")
+    for engine in f.engines:
+        sizes = map(format_size, (engine.bytes, engine.memory[-1]))
+        name, context = engine.weights or AS_STORED, f"{engine.context:,}"
+        table.add_row(name, *sizes, describe_fit(engine), context)
+    return table
+
+
+def describe_fit(engine: CpuEngine) -> str:
+    lacks = {"memory": engine.too_much, "disk": engine.lacking}
+    missing = ", ".join(f"{format_size(size)} of {what}" for what, size in lacks.items() if size)
+    return f"no, lacks {missing}" if missing else "yes"
+
+
+def _print_room(f: CpuForecast) -> None:
+    request, most = f.request, f.request.nextn[-1]
+    row = f.model.cache_bytes(most, request.cache_dtype)
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    print_lines(
+        f"memory: {MAPPED:g} times the engine, as "
+        f"measured (docs/plan.md), and caches: {row:,} bytes per token ({request.cache_dtype}), "
+        f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
+        f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
+        f"of ended requests besides, in at most 1/{SHARE} of what is then free "
+        "(--prefix-cache-bytes)",
+        f"disk of this folder: {format_size(f.machine.engines.free)} free{shared}",
+    )
+
+
+def _print_reads(f: CpuForecast) -> None:
+    request = f.request
+    read, speed = (
+        Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
+    )
+    for engine in f.engines:
+        name = engine.weights or AS_STORED
+        speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
+        read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
+        speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
+    measured = "given" if request.bandwidth else "measured now, all cores"
+    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
+    print_lines(
+        read,
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely",
+        speed,
+        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
+        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
+        f"their part. Acceptance lengths: {lengths}",
+        fold=False,
+    )

@@ -1,0 +1,186 @@
+"""Counts of the bytes and operations of a step's parts on one rank, and their least time.
+
+T = B (nextn + 1) tokens are verified. The first draft's pass covers the same tokens, each further
+pass one token per request; every pass reads the head. A pass reads its weights once, and of the
+routed experts only those that some token chose.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.models import find_family_of
+from mtpbuild.builder.models.costs import Costs
+from mtpbuild.builder.plan.plan import (
+    DrafterName,
+    choose_drafter,
+    count_int8_width,
+    count_modules_in_use,
+)
+from mtpbuild.builder.plan.weight_classes import WeightClass
+from mtpbuild.lab.forecast.machines import GpuSpec
+from mtpbuild.runtime.ranks import Ranks
+
+CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scales besides
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """The number of requests, the cached tokens of each, and the caches' number format."""
+
+    batch: int
+    context: int
+    cache: str
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """A part's bytes and operations per rank and step, and its least seconds."""
+
+    name: str
+    bytes: float
+    operations: float
+    seconds: float
+    limit: str  # memory or compute
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A model on its ranks."""
+
+    config: ModelConfig
+    classes: list[WeightClass]
+    ranks: Ranks
+    gpu: GpuSpec
+
+    @property
+    def costs(self) -> Costs:
+        return find_family_of(self.config).costs(self.config, self.ranks)
+
+    @property
+    def widths(self) -> list[int]:
+        """Return the cache's width C of each layer, then of each MTP module."""
+        return find_family_of(self.config).cache_widths(self.config, self.ranks)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a request's recurrent states, which are always fp32."""
+        found = find_family_of(self.config).recurrent(self.config, self.ranks)
+        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in found)
+
+    def drafter(self, nextn: int) -> DrafterName | None:
+        return choose_drafter(self.config, nextn, None)
+
+    def step(self, nextn: int, load: StepLoad) -> list[StepPart]:
+        """List the parts of one step."""
+        return [*self._verify(nextn, load), *self._draft(nextn, load)]
+
+    def _verify(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
+        for weights in self.classes:
+            if not weights.module and weights.name != "embedding":
+                yield self._count_weights(weights.name, [weights], [nextn + 1], load)
+        widths = self.widths[: self.config.num_hidden_layers]
+        yield self._cache("caches", widths, [nextn + 1], load)
+        if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
+            bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
+            yield self._make_part("recurrent states", bytes, 0, 0)
+
+    def _draft(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
+        """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full."""
+        if nextn == 0:
+            return
+        vanilla = self.drafter(nextn) == "mtp-vanilla"
+        counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
+        modules = self.config.num_nextn_predict_layers
+        ends = ("embedding", "head")
+        own = [weights for weights in self.classes if weights.module and weights.name not in ends]
+        yield self._count_weights("MTP modules", own, counts, load, 1 / modules)
+        heads = [weights for weights in self.classes if weights.name.endswith("head")]
+        heads = [weights for weights in heads if weights.module] or heads  # its own, if any
+        yield self._count_weights("head of drafts", heads, [1] * nextn, load)
+        yield self._cache("MTP caches", self.widths[-1:], counts, load)
+
+    def _count_weights(
+        self,
+        name: str,
+        classes: list[WeightClass],
+        counts: list[int],
+        load: StepLoad,
+        share: float = 1.0,
+    ) -> StepPart:
+        """Count reads of weights; `counts` has each pass's tokens per request.
+
+        share: the fraction of these weights that a pass reads.
+        """
+        c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
+        for weights in classes:
+            for count in counts:
+                read = chosen = 1.0
+                tokens = self.ranks.local(load.batch) * count
+                if weights.name == "experts":  # a rank's experts serve all ranks' requests
+                    tokens = load.batch * count
+                    read = count_distinct_experts(c, tokens) / c.experts
+                    chosen = c.chosen / c.experts
+                bytes += weights.per_rank * share * read
+                work = 2 * weights.parameters_per_rank * share * chosen * tokens
+                operations += work
+                compute += work / self.gpu.peak(weights.format)
+        return self._make_part(name, bytes, operations, compute)
+
+    def _cache(self, name: str, widths: list[int], passes: list[int], load: StepLoad) -> StepPart:
+        """Count reads of the context's cache rows, in layers of these widths, and attention.
+
+        passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
+        """
+        c, context, read, operations = self.costs, load.context, 0.0, 0.0
+        for width in filter(None, widths):
+            attended = c.attended or width
+            scoring = c.scoring if width > attended else 0.0
+            for tokens in passes:
+                rows_per_token, rows_read = (c.rows(context, count) for count in (1, tokens))
+                values = rows_read * attended + context * (width - attended)
+                read += values * self.count_row_bytes(width, load.cache) / width
+                operations += tokens * (rows_per_token * c.row_operations + context * scoring)
+        requests = self.ranks.local(load.batch)
+        bytes, operations = requests * read, requests * operations
+        return self._make_part(name, bytes, operations, operations / self.gpu.peak("bf16"))
+
+    def _make_part(self, name: str, bytes: float, operations: float, compute: float) -> StepPart:
+        memory = bytes / self.gpu.bandwidth
+        limit = "memory" if memory >= compute else "compute"
+        return StepPart(name, bytes, operations, max(memory, compute), limit)
+
+    def count_row_bytes(self, width: int, cache: str) -> int:
+        """Count the bytes of a cache row of `width` numbers."""
+        if cache == "int8":
+            return count_int8_width(width, find_family_of(self.config).cache_sections(self.config))
+        return width * CACHE_BYTES[cache]
+
+    def cache_bytes(self, nextn: int, cache: str) -> int:
+        """Count a token's bytes per rank in all layers and in the modules that draft."""
+        used = self.config.num_hidden_layers + count_modules_in_use(self.drafter(nextn), nextn)
+        return sum(self.count_row_bytes(width, cache) for width in self.widths[:used])
+
+    def weight_bytes(self, nextn: int) -> float:
+        """Count the bytes of weights per rank; without drafts the modules are not loaded."""
+        return sum(weights.per_rank for weights in self.classes if nextn or not weights.module)
+
+    def scratch_bytes(self, nextn: int, batch: int, chunk: int, rows: int) -> float:
+        """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank.
+
+        A prompt's attention over `rows` rows is included. Recurrent states are counted here, as
+        they do not grow with the context.
+        """
+        c, window = self.costs, self.ranks.local(batch) * (nextn + 1)
+        activations = 2 * max(chunk, window) * c.activations
+        activations += 2 * rows * (chunk * c.scores + c.expanded)
+        states = self.ranks.local(batch) * self.state_bytes
+        return activations + 4 * window * self.config.vocab_size + states
+
+
+def count_distinct_experts(c: Costs, tokens: int) -> float:
+    """Return how many of a layer's experts tokens choose on average, if all are equally likely."""
+    if not c.experts:
+        return 0.0
+    return c.experts * (1 - (1 - c.chosen / c.experts) ** tokens)

@@ -1,0 +1,63 @@
+"""Writing of a measurement's results into a folder."""
+
+import csv
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.lab.show.pictures import explain_no_pictures
+from mtpbuild.runtime.errors import UsageError, take_first_line
+
+Pictures = Mapping[str, Callable[[Path], None]]  # functions that draw them, by name
+
+
+def check_writable(out: Path) -> None:
+    """Check before the measurement that its results can be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
+
+
+def write_results(
+    out: Path, name: str, document: dict[str, Any], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write NAME.json, and NAME.csv with a line per row."""
+    text = json.dumps(document, indent=1) + "\n"
+    (out / f"{name}.json").write_text(text, encoding="utf-8")
+    flat = [dict(_flatten(row)) for row in rows]
+    names = dict.fromkeys(name for row in flat for name in row)
+    with (out / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*names])
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def draw_pictures(out: Path, pictures: Pictures) -> list[str]:
+    """Draw each picture as NAME.png; return a line for each that can't be drawn."""
+    if why := explain_no_pictures():
+        return [why]
+    problems = []
+    for name, draw in pictures.items():
+        path = out / f"{name}.png"
+        try:
+            path.unlink(missing_ok=True)  # an earlier run's
+            draw(path)
+        except Exception as error:  # whatever it is, the figures are there
+            kind = type(error).__name__
+            problems.append(f"{path}: can't be drawn ({kind}: {take_first_line(error)})")
+    return problems
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """List the values within objects and lists, each with the path to it."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _flatten(part, f"{name}.{key}" if name else str(key))

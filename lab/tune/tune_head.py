@@ -1,0 +1,305 @@
+"""`mtpbuild tune-head`: train a model's MTP modules for prompts like those of a file.
+
+The model answers the prompts itself, so that the modules learn to guess what it says.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.fingerprint import identity
+from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
+from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
+from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
+from mtpbuild.builder.compiler.refit import refit
+from mtpbuild.builder.engine.staged import stage_folder
+from mtpbuild.builder.flags import TuneFlags
+from mtpbuild.builder.formats import Entry
+from mtpbuild.builder.models import ModelConfig, find_family_of
+from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.plan.machine import find_disk, measure_memory
+from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.weights.placed import split, write_shards
+from mtpbuild.builder.weights.requantised import Parts
+from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel, make_batches
+from mtpbuild.lab.measure.prompts import add_seed, check_room
+from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.configuration.input_file import (
+    FileRequest,
+    InputLine,
+    read_lines,
+    read_requests,
+)
+from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
+from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.files import format_size, read_json
+from mtpbuild.runtime.requests.stats import compute_acceptance_length
+
+REPORT = "tune_head.json"
+FLAG = "--data"
+ANSWERS, BEFORE, AFTER = "answers.jsonl", "before.jsonl", "after.jsonl"
+AT_ONCE = 8  # answers
+LR = 0.4  # the default learning rate, times the hidden size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TuneRequest(TuneFlags):
+    """A request of `mtpbuild tune-head`."""
+
+    model: str
+    data: Path
+    out: Path
+
+    @property
+    def engine(self) -> Path:
+        """The engine that answers, and that measures the modules."""
+        return self.state / "engine"
+
+    @property
+    def state(self) -> Path:
+        """The folder of what is not finished."""
+        return self.out.resolve().parent / f".{self.out.resolve().name}.tuning"
+
+    def build_request(self) -> BuildRequest:
+        """Return the request for the engine."""
+        return BuildRequest(
+            self.model,
+            nextn=(in_range(1, self.nextn, 15, "--nextn"),),
+            drafter=self.drafter,
+            scheme=build_scheme(self.weights),
+            max_batch=AT_ONCE,
+            mtp=self.mtp,
+            out=self.engine,
+        )
+
+
+@dataclass(frozen=True)
+class TunedHead:
+    """A written head, and its acceptance length on held-out prompts beside the one before."""
+
+    drafter: str
+    nextn: int
+    before: float
+    after: float
+    prompts: int  # held out
+    same: int  # of their texts
+    texts: int  # that it was trained on
+    tokens: int
+    steps: int
+
+
+def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
+    """Train the MTP modules and write them to a folder that `build --mtp` and `refit --mtp` take.
+
+    What is finished stays when it is cut off, and the next run of the same request goes on. Raises
+    UsageError, CheckpointError or BuildError.
+    """
+    # 1. What to train: the modules of the model, as an engine's drafter uses them.
+    job, how, inputs = check_request(request)
+    model = job.open_model("meta")
+    check_model(model.config, how)
+    open_state(request.state, inputs, discard=request.force)
+
+    # 2. The model's own answers, some of which only measure.
+    with stages("write texts"):
+        answers, before = write_texts(request, job.request, stages)
+    ordered = sorted(answers, key=lambda each: len(each.prompt + each.answer))
+    batches = make_batches(each.prompt + each.answer for each in ordered)
+
+    # 3. The trunk's hidden states over them.
+    with stages("hidden states"):
+        trunk = StreamedModel(model.checkpoint, model.config, batches)
+        files = write_hidden(trunk, how, request.state, stages)
+
+    # 4. The training, of the weights as they are stored.
+    with stages("train"):
+        known = StreamedModel(model.stored, model.config, batches)
+        rows = make_model_batches(known, [len(each.prompt) - 1 for each in ordered], files)
+        trainer = Trainer(known, rows, how, request.state, stages.watch)
+        weights = trainer.run()
+
+    # 5. The head, and what it is worth: the same engine with its weights.
+    with stage_folder(request.out, "head") as staged:
+        write_head(known, weights, staged.folder)
+        raw = read_json(job.source.folder / CONFIG)
+        write_json(staged.folder / CONFIG, {n: raw[n] for n in raw if n != "quantization_config"})
+        with stages("measure"):
+            refit(request.engine, request.model, stages.watch, mtp=staged.folder)
+            after = measure(request, stages)
+        report = TunedHead(
+            EAGLE if how.eagle else VANILLA,
+            how.nextn,
+            tokens_per_step(before),
+            tokens_per_step(after),
+            len(before),
+            sum(one.answer == other.answer for one, other in zip(before, after, strict=True)),
+            len(answers),
+            sum(batch.numel() for batch in batches),
+            how.epochs * len(batches),
+        )
+        write_json(staged.folder / REPORT, asdict(report) | {"training": asdict(how)})
+    shutil.rmtree(request.state)
+    return report
+
+
+def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
+    """Check what needs no weights; return the job of the engine, the training, and their inputs."""
+    if request.dtype not in DTYPES:
+        raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
+    if request.lr is not None and not 0 < request.lr <= 1:
+        raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
+    in_range(1, request.epochs, 10_000, "--epochs")
+    in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
+    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
+    if len(lines) < 2:
+        raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
+    in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
+    job = prepare(request.build_request())
+    refuse_taken_folder(request.out, job.source.folder, force=request.force)
+    drafter = next(iter(job.plans.values())).drafter
+    if drafter not in (EAGLE, VANILLA):
+        raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
+    lr = LR / job.config.hidden_size if request.lr is None else request.lr
+    how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
+    [fingerprint] = take_fingerprints(job).fingerprints.values()
+    read = [identity(request.data), request.max_tokens, request.held_out]
+    return job, how, json.dumps([fingerprint, read, asdict(how)])
+
+
+def refuse_answer(line: InputLine, number: int) -> InputLine:
+    """Return a line; raise RequestError if its conversation ends with an answer."""
+    if line.messages and line.messages[-1].get("role") == "assistant":
+        raise RequestError("its last message is an answer: leave it out: the model gives its own")
+    return line
+
+
+def check_model(config: ModelConfig, how: Training) -> None:
+    """Say how much memory the training takes; raise UsageError if the machine has less."""
+    with torch.device("meta"):
+        plain = find_family_of(config).reference(config)
+    assert isinstance(plain, PlainCausalLM)
+    chosen = any(hasattr(part, "chooser") for part in plain.module(1).modules())
+    if how.eagle and chosen:
+        raise UsageError(
+            f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
+            "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
+        )
+    needed, there = how.memory(plain), measure_memory()
+    if there is not None and needed > there:
+        smaller = "" if how.lora else ": --lora 16 takes less"
+        raise UsageError(
+            f"the training takes about {format_size(needed)} of memory, and this machine has "
+            f"{format_size(there)}{smaller}"
+        )
+    logger.warning("note: the training takes about %s of memory", format_size(needed))
+
+
+def write_texts(
+    request: TuneRequest, engine: BuildRequest, stages: Stages
+) -> tuple[list[OwnAnswer], list[OwnAnswer]]:
+    """Let an engine answer all prompts; return the answers to train on and the held-out ones."""
+    paths = [request.state / name for name in (ANSWERS, BEFORE)]
+    if not all(path.is_file() for path in paths):
+        build(engine, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
+        with Engine.load(request.engine, prefix_cache=False) as loaded:
+            for requests, path in zip(split_requests(request, loaded), paths, strict=True):
+                if not path.is_file():
+                    write_answers(loaded, requests, path, stages.watch)
+    answers, before = map(read_answers, paths)
+    return answers, before
+
+
+def measure(request: TuneRequest, stages: Stages) -> list[OwnAnswer]:
+    """Let the engine answer the held-out prompts."""
+    with Engine.load(request.engine, prefix_cache=False) as engine:
+        _, held_out = split_requests(request, engine)
+        write_answers(engine, held_out, request.state / AFTER, stages.watch)
+    return read_answers(request.state / AFTER)
+
+
+def split_requests(
+    request: TuneRequest, engine: Engine
+) -> tuple[list[FileRequest], list[FileRequest]]:
+    """Return the requests to train on, and those held out, which are spread over the file.
+
+    A prompt that is held out is not trained on, even if it stands in the file twice.
+    """
+    params = SamplingParams(max_tokens=request.max_tokens)
+    found = read_requests(request.data, engine, params, FLAG, check=True)
+    for number, each in enumerate(found):
+        check_room(engine, len(each.token_ids), each.params.max_tokens, f"{FLAG} {each.task_id}: ")
+        found[number] = replace(each, params=add_seed(each.params, number))
+    count = request.held_out or max(1, len(found) // 10)
+    places = {i * len(found) // count for i in range(count)}
+    held_out = [found[i] for i in sorted(places)]
+    known = {(*each.token_ids,) for each in held_out}
+    others = [each for each in found if (*each.token_ids,) not in known]
+    if not others:
+        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out: it needs more")
+    return others, held_out
+
+
+def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stages) -> list[Path]:
+    """Write the trunk's hidden states, as modules read them, to a file per batch."""
+    width, dtype = model.config.hidden_size, DTYPES[how.dtype]
+    size = 8 * width * sum(batch.numel() for batch in model.batches)  # a layer's input and output
+    if size > (free := find_disk(folder).free):
+        raise UsageError(
+            f"{folder}: hidden states take {format_size(size)}, {format_size(free)} are free"
+        )
+
+    def layer(i: int, hidden: Iterable[Tensor], parts: Parts) -> Iterator[Tensor]:
+        with model.loaded(model.plain.model.layers[i]):
+            yield from (model.run_layer(i, x) for x in model.inputs(i, hidden))
+
+    def norm(hidden: Iterable[Tensor], parts: Parts) -> Iterator[Tensor]:
+        yield from (x.to(dtype) for x in model.run_norm(hidden))
+
+    steps: list[tuple[str, LayerPass]] = [
+        (f"hidden states of layer {i}", partial(layer, i))
+        for i in range(model.config.num_hidden_layers)
+    ]
+    steps.append(("hidden states, normed", norm))
+    run = LayerPasses(folder, stages.watch)
+    with torch.no_grad():
+        run.run(steps)
+    return run.files(len(steps) - 1)
+
+
+def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write all modules: floats as they are stored, what was quantised in bf16."""
+    stored, entries = model.checkpoint, dict[str, Entry]()
+
+    def find_dtype(name: str) -> str:
+        entry = stored.tensors.get(name)
+        floats = entry is not None and entry.floats and stored.format(name) is None
+        return entry.dtype if entry is not None and floats else "BF16"
+
+    for k in range(1, model.config.num_nextn_predict_layers + 1):
+        module = model.plain.module(k)
+        for own, weight in module.state_dict().items():
+            name = f"{model.name_of(module)}.{own}"
+            entries[name] = Entry(find_dtype(name), tuple(weight.shape))
+    read = ((n, weights[n] if n in weights else stored.read(n)) for n in entries)
+    write_shards(folder, split(entries), read)
+
+
+def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:
+    """Return how many tokens a step emits; 1 if all answers ended before the first step."""
+    tokens, steps = sum(len(each.answer) for each in answers), sum(each.steps for each in answers)
+    return compute_acceptance_length(tokens, steps) or 1.0

@@ -1,0 +1,293 @@
+"""The checks of an engine; each returns a finding, or raises NotChecked with the reason."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
+from mtpbuild.builder.checks import needs
+from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.weights.scheme import make_engine_scheme
+from mtpbuild.lab.measure.checks import (
+    ROUNDED,
+    SETTINGS,
+    Case,
+    check_batch,
+    check_chunks,
+    rounds_inputs,
+)
+from mtpbuild.lab.measure.compare import LARGEST_DIFFERENCE, Finding, NotChecked, compare_bits
+from mtpbuild.lab.measure.runs import run_prompts
+from mtpbuild.lab.measure.statistics import sum_drafting
+from mtpbuild.lab.verify.distribution import (
+    compute_chi_square_p_value,
+    compute_prefix_probabilities,
+    fit_prefixes,
+)
+from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
+from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
+from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, list_rules_of
+from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
+from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
+from mtpbuild.runtime.errors import advise_install
+from mtpbuild.runtime.requests.stats import COLLAPSED
+
+REJECTION_PROMPTS = 4
+P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
+LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
+SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
+PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
+
+
+@dataclass(frozen=True)
+class VerifyCase(Case):
+    """A case with an engine to compare with, and the model that both were built of."""
+
+    base: Engine | str  # of nextn 0, or why there is none
+    seeds: int  # sampled texts per prompt for `rejection_distribution`
+    checkpoint: str | None = None  # recipe or folder; None: the recipe of the engine's model
+
+    def require_base(self) -> Engine:
+        if isinstance(self.base, str):
+            raise NotChecked(self.base)
+        return self.base
+
+
+def check_greedy_text(case: VerifyCase) -> Finding:
+    base, params = case.require_base(), case.params()
+    return case.compare(params, case.greedy, case.run(params, base), base=base)
+
+
+def check_plain_text(case: VerifyCase) -> Finding:
+    """Compare with the plain model, if PyTorch and the checkpoint are here."""
+    manifest = case.engine.manifest
+    if manifest.build.calibrated is not None:
+        raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
+    source = find_checkpoint(case)
+    from mtpbuild.lab.verify.plain import judge_texts, load_plain
+
+    scheme = make_engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
+    plain = load_plain(source, read_layers(manifest), scheme)
+    return judge_texts(
+        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
+    )
+
+
+def check_quality(case: VerifyCase) -> Finding:
+    """Measure what the weights' rounding costs; nothing fails."""
+    manifest = case.engine.manifest
+    build = manifest.build
+    if build.quantised_to is None:
+        raise NotChecked("the build quantised no weights")
+    source, layers = find_checkpoint(case), read_layers(manifest)
+    from mtpbuild.lab.verify.plain import load_plain
+    from mtpbuild.lab.verify.quality import (
+        acceptance_length,
+        measure_distance,
+        with_modules_of,
+    )
+
+    own = load_plain(source, layers)
+    params = [replace(each, logprobs=MAX_LOGPROBS) for each in case.params()]
+    texts = case.engine.generate(case.prompts, params)
+    found = measure_distance(own, case.prompts, texts)
+    figures: dict[str, Any] = {"kl": found.kl, "same_first_choice": found.same}
+    detail = f"KL {found.kl:.4f} nats a token, {found.same:.1%} first choices equal"
+    if build.drafter in (EAGLE, VANILLA) and not build.adaptive and build.draft_vocab is None:
+        ids, eagle = [text.token_ids for text in texts], build.drafter == EAGLE
+        lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
+        lengths["checkpoint"] = acceptance_length(own, case.prompts, ids, build.nextn, eagle)
+        if build.calibrated is None:
+            scheme = make_engine_scheme(build.quantised_to, build.head_weights)
+            rounded = with_modules_of(own, load_plain(source, layers, scheme))
+            name = "checkpoint_with_rounded_modules"
+            lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
+        figures["acceptance_lengths"] = lengths
+        named = (f"{name.replace('_', ' ')} {length:.2f}" for name, length in lengths.items())
+        detail += f"; acceptance length: {', '.join(named)}"
+    return Finding(True, detail, figures)
+
+
+def find_checkpoint(case: VerifyCase) -> Path:
+    """Return the checkpoint's folder; raise NotChecked if the plain model can't be loaded."""
+    manifest = case.engine.manifest
+    model = manifest.model
+    if model.parameters > PLAIN_LIMIT:
+        raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
+    missing = f"PyTorch is not installed: {advise_install('build')}"
+    with explain_missing(manifest, "--model", missing):
+        source = find_model(
+            case.checkpoint or manifest.whole_model,
+            revision=None if case.checkpoint else manifest.build.revision,
+        )
+        with needs("build", "torch"):
+            from mtpbuild.lab.verify import plain  # noqa: F401  # it imports torch
+    return source.folder
+
+
+@contextmanager
+def explain_missing(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
+    """Turn a missing file or package into the reason why a check can't be made.
+
+    flags: those that can name the model. without: the reason if a package is missing; {} is which.
+    """
+    try:
+        yield
+    except errors.UnknownRecipeError:
+        raise NotChecked(f"no recipe is called {manifest.whole_model}: give {flags}") from None
+    except errors.MissingWeightsError as error:
+        raise NotChecked(str(error)) from None
+    except errors.MissingDependencyError as error:
+        raise NotChecked(without.format(error)) from None
+
+
+def read_layers(manifest: Manifest) -> LayersSlice | None:
+    """Return which of its model's layers an engine has; None stands for all."""
+    return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
+
+
+def check_sampled_text(case: VerifyCase) -> Finding:
+    base, params = case.require_base(), case.params(*SETTINGS)
+    return case.compare(params, case.run(params), case.run(params, base), base=base)
+
+
+def check_machine(case: VerifyCase) -> Finding:
+    """Run an exact engine with other numbers of threads, and with each instruction set."""
+    if not case.engine.manifest.build.counts_as_exact:
+        raise NotChecked("the engine is not exact")
+    prompts = sorted(case.prompts, key=len)[:SHORTEST]
+    params = [replace(p, max_tokens=min(SHORT, case.length)) for p in case.params(*SETTINGS)]
+    params = params[: len(prompts)]
+    wanted, tried = run_prompts(case.engine, prompts, params), list[str]()
+    for isa in (*ISAS, None):
+        for threads in (1, 2) if isa is None else (2,):
+            try:
+                with use_instruction_set(isa), case.reload(threads=threads) as engine:
+                    found = compare_bits(run_prompts(engine, prompts, params), wanted)
+            except errors.EngineError as error:
+                if isa is None or "this machine has" not in str(error):
+                    raise
+                continue  # this machine lacks the instruction set
+            tried.append(isa or ("1 thread" if threads == 1 else f"{threads} threads"))
+            if not found.passed:
+                return replace(found, detail=f"{tried[-1]}: {found.detail}")
+    return replace(found, detail=f"{found.detail} each: {', '.join(tried)}")
+
+
+@contextmanager
+def use_instruction_set(isa: str | None) -> Iterator[None]:
+    """Let engines that load in the block use this instruction set; None: the machine's best."""
+    before = os.environ.pop(ISA_VARIABLE, None)
+    try:
+        if isa is not None:
+            os.environ[ISA_VARIABLE] = isa
+        yield
+    finally:
+        os.environ.pop(ISA_VARIABLE, None)
+        if before is not None:
+            os.environ[ISA_VARIABLE] = before
+
+
+def check_relaxed_top_1(case: Case) -> Finding:
+    """Run relaxed acceptance with only the most probable token allowed, which is strict."""
+    vocabulary = case.engine.manifest.model.vocab_size
+    params = [
+        replace(
+            own,
+            relaxed_delta=1.0,
+            begin_thinking_phase_token=prompt[-1],  # so that the text begins in the thinking phase
+            end_thinking_phase_token=(prompt[-1] + 1) % vocabulary,
+            logprobs=0,  # so that a greedy request uses the program decode_mixed
+        )
+        for own, prompt in zip(case.params(), case.prompts, strict=True)
+    ]
+    return case.compare(params, case.run(params), case.greedy)
+
+
+def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
+    """Compare the first nextn + 2 tokens at temperature 1 with their exact probabilities.
+
+    rule: the rule of acceptance. The probabilities follow from the log-probabilities of the nextn 0
+    engine (or of this one).
+    """
+    length = case.engine.manifest.build.nextn + 2
+    hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
+    judge = case.engine if isinstance(case.base, str) else case.base
+    statistic, freedom, worst = 0.0, 0, (0.0, "")
+    step = max(1, len(case.prompts) // REJECTION_PROMPTS)
+    chosen = range(0, len(case.prompts), step)[:REJECTION_PROMPTS]
+    for number in chosen:
+        prompts = [case.prompts[number]] * case.seeds
+        params = [replace(hot, seed=seed) for seed in range(case.seeds)]
+        known = compute_prefix_probabilities(run_prompts(judge, prompts, params, together=True))
+        rejecting = [replace(own, acceptance=rule) for own in params]
+        texts = run_prompts(case.engine, prompts, rejecting, together=True)
+        found = fit_prefixes([text.token_ids for text in texts], known)
+        statistic, freedom = statistic + found.statistic, freedom + found.freedom
+        prefix, times, expected = found.worst
+        line = f"text {number} begins with {list(prefix)} {times} times, expected {expected:.1f}"
+        worst = max(worst, (found.statistic, line))
+    if freedom == 0:
+        raise NotChecked(
+            "the model is certain of its next tokens: there is no distribution to compare"
+        )
+    p_value = compute_chi_square_p_value(statistic, freedom)
+    figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
+    detail = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
+    detail += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
+    fits = p_value > P_VALUE
+    return Finding(fits, detail if fits else f"{detail}: {worst[1]}", figures)
+
+
+def check_rule(case: VerifyCase, rule: str) -> Finding:
+    """Check that a rule of another package has the model's distribution, if it says so."""
+    if (missing := explain_missing_rule(rule, case.engine.manifest)) is not None:
+        raise NotChecked(missing)
+    if not find_rule(rule).lossless:
+        raise NotChecked("the rule does not claim it")
+    return check_distribution(case, rule)
+
+
+def make_rule_checks(manifest: Manifest) -> dict[str, Callable[[VerifyCase], Finding]]:
+    """Return a check for each of an engine's rules of other packages, by name."""
+    return {
+        f"{rule} has the model's distribution": partial(check_rule, rule=rule)
+        for rule in list_rules_of(manifest)
+    }
+
+
+def check_acceptance(case: Case) -> Finding:
+    """Check that drafts are accepted at all: with damaged MTP modules the text is still correct."""
+    if case.engine.manifest.build.drafter in (None, "none"):
+        raise NotChecked("the engine drafts nothing")
+    found = sum_drafting(case.greedy)
+    if found.num_draft_tokens < LEAST_DRAFTS or found.draft_acceptance_rate is None:
+        raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
+    rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
+    detail = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
+    works = found.draft_acceptance_rate >= COLLAPSED
+    if not works:
+        detail += ": the MTP modules are damaged, or of another model"
+    figures = {
+        "mean_acceptance_length": found.mean_acceptance_length,
+        "draft_acceptance_rate": found.draft_acceptance_rate,
+    }
+    return Finding(works, detail, figures)
+
+
+CHECKS: dict[str, Callable[[VerifyCase], Finding]] = {
+    "greedy text is that of nextn 0": check_greedy_text,
+    "greedy text is the plain model's": check_plain_text,
+    "sampled text is that of nextn 0": check_sampled_text,
+    "prompt chunks change nothing": check_chunks,
+    "a batch changes nothing": check_batch,
+    "the machine changes nothing": check_machine,
+    "relaxed top-1 is strict": check_relaxed_top_1,
+    "rejection has the model's distribution": check_distribution,
+    "drafts are accepted": check_acceptance,
+    "what rounding costs": check_quality,
+}
