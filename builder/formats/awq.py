@@ -1,15 +1,11 @@
 """AutoAWQ's integers in its layout `gemm`."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.formats.gptq import WORD, PackedWords, infer_format, unpack_words
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of 8 outputs lie in a word
 

@@ -4,20 +4,17 @@ Other layouts of it are those of `scaled.py`, `nvfp4.py` and `mxfp4.py`. Which t
 decides over targets and lists of ignored modules; settings tell what tensors don't show.
 """
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "compressed-tensors"
 READ = {

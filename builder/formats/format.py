@@ -1,18 +1,14 @@
 """The interface of number formats, and descriptions of the tensors that store weights."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, prod
-from typing import TYPE_CHECKING
 
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Shape = tuple[int, ...]
 MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth

@@ -1,15 +1,12 @@
 """DeepSeek's FP8."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 BLOCK = 128
 LARGEST = 448.0  # largest e4m3 value

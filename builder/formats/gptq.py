@@ -1,22 +1,17 @@
 """GPTQ's integers, also as auto-round stores them."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WORD = 32  # bits
 WIDTHS = (2, 4, 8)  # bits of codes that fill a word

@@ -1,16 +1,12 @@
 """Integers in blocks, as our kernels for CPUs read them."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_out_of_range
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 32  # columns that share a scale
 PANEL = 32  # outputs that the kernels for CPUs read together

@@ -1,11 +1,9 @@
 """MLX's formats: integers with a scale and a bias for each group, mxfp4, mxfp8 and nvfp4."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
@@ -14,10 +12,7 @@ from mtpbuild.builder.formats.integers import BLOCK, SHIFTED, Integers
 from mtpbuild.builder.formats.mxfp4 import Mxfp4
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
 from mtpbuild.builder.formats.scaled import ScaledValues
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "mlx"  # MLX's settings name no method
 WORD = 32  # bits

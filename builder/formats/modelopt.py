@@ -3,19 +3,14 @@
 Its other layouts are those of `nvfp4.py` and `scaled.py`.
 """
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4
 from mtpbuild.builder.formats.nvfp4 import NVFP4
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 INPUTS = "_pre_quant_scale"
 MIXED = "MIXED_PRECISION"

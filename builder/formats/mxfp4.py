@@ -1,17 +1,13 @@
 """MXFP4: e2m1 values, and a power of two for each 32 columns."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.nvfp4 import unpack
 from mtpbuild.builder.formats.scaled import POWERS, as_floats
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor
 
 GROUP = 32
 

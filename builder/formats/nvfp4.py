@@ -1,16 +1,10 @@
 """ModelOpt's NVFP4."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from mtpbuild.builder.formats.format import Entry, Format, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 GROUP = 16
 LEAST = 2.0**-9  # smallest positive e4m3 value

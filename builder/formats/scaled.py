@@ -1,20 +1,15 @@
 """FP8 and int8 of compressed-tensors and ModelOpt: a scale per weight, row, group or block."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import find_hinted_group
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
 from mtpbuild.builder.formats.integers import BLOCK, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 VALUES = {"F8_E4M3": "fp8", "I8": "int8"}
 POWERS = ("U8", "F8_E8M0")  # scales of powers of two

@@ -1,23 +1,18 @@
 """A view of a checkpoint in other number formats, which quantises weights as they are read."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from safetensors import safe_open
 
 from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large, refuse_too_small
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import Stored
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 

@@ -1,13 +1,13 @@
 """Read the tensors of a Hugging Face checkpoint, and check them against a family's table."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -24,7 +24,7 @@ from mtpbuild.builder.formats import (
     refuse_out_of_range,
 )
 from mtpbuild.builder.gguf.choice import explain_joining
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import Stored
@@ -39,9 +39,6 @@ from mtpbuild.builder.weights.made import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
