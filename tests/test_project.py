@@ -267,7 +267,7 @@ def test_ops_need_torch_alone() -> None:
 # What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
 OF_A_KIND = "cache_widths check costs info load lower parse_config split_sizes weight_table"
-SAME_FUNCTIONS = f"{OF_A_KIND} list_architectures find_format refit unread visible_gpus"
+SAME_FUNCTIONS = f"{OF_A_KIND} find_format list_architectures refit unread visible_gpus"
 
 
 def test_names_stand_for_one_thing() -> None:

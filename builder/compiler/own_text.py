@@ -15,7 +15,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages, Watch, say_time_left
 from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration
-from mtpbuild.builder.weights.requantised import Requantised
+from mtpbuild.builder.weights.requantised import QuantisedView
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
 from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime import Engine, SamplingParams
@@ -46,14 +46,14 @@ class OwnAnswer:
 
 
 def calibrate(
-    view: Requantised,
+    view: QuantisedView,
     config: ModelConfig,
     request: BuildRequest,
     out: Path,
     inputs: str,
     stages: Stages,
     build: Build,
-) -> Requantised:
+) -> QuantisedView:
     """Return a view whose int4 weights are calibrated, with the parts in a folder beside `out`.
 
     request: names the model, and builds the engine that writes its texts with `build`. inputs: what
@@ -73,14 +73,14 @@ def calibrate_model(
 ) -> OpenedModel:
     """Return the model with calibrated weights; the arguments are those of `calibrate`."""
     view = model.checkpoint
-    assert isinstance(view, Requantised)
+    assert isinstance(view, QuantisedView)
     if view.calibrated:
         return model
     view = calibrate(view, model.config, request, out, inputs, stages, build)
     return replace(model, checkpoint=view)
 
 
-def _log_calibrated(calibration: Calibration, done: Requantised) -> None:
+def _log_calibrated(calibration: Calibration, done: QuantisedView) -> None:
     wanted, known = calibration.wanted, done.calibrated
     tokens = sum(batch.numel() for batch in calibration.batches)
     figures = f"{len(known):,} of {len(wanted):,} int4 weights with {tokens:,} tokens"

@@ -24,7 +24,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import split, write_shards
-from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
+from mtpbuild.builder.weights.requantised import Parts, QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
 from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.errors import BuildError
@@ -92,8 +92,8 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
 
 
 def calibrate_view(
-    request: QuantizeRequest, view: Requantised, config: ModelConfig, source: Path, watch: Watch
-) -> Requantised:
+    request: QuantizeRequest, view: QuantisedView, config: ModelConfig, source: Path, watch: Watch
+) -> QuantisedView:
     """Return the view with calibrated int4 weights."""
     asked = BuildRequest(
         request.model, scheme=request.scheme, checkpoint=request.checkpoint, force=request.force
@@ -105,7 +105,7 @@ def calibrate_view(
 
 
 def encode_all(
-    checkpoint: Requantised, done: Quantized, watch: Watch
+    checkpoint: QuantisedView, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors to store, by name; add up their bytes and losses in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):

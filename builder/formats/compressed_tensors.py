@@ -1,6 +1,6 @@
 """compressed-tensors: its settings, and integers that are packed into 32-bit words.
 
-Other layouts of it are those of `scaled.py`, `nvfp4.py` and `mxfp4.py`. Which tensors a weight has
+Other layouts of it are those of `scaled.py` and `nvfp4.py`. Which tensors a weight has
 decides over targets and lists of ignored modules; settings tell what tensors don't show.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -288,6 +288,9 @@ def name_kept_format(settings: Mapping[str, Any], module: str) -> str:
     return "int4" if group.bits <= 4 else "int8"
 
 
-METHODS = {METHOD: find_unread_setting}
-NAMES = {".weight_packed": ".weight"}
-READS = "compressed-tensors (integers, fp8, nvfp4, mxfp4, mxfp8)"
+MODULE = FormatModule(
+    find=find_format,
+    names={".weight_packed": ".weight"},
+    methods={METHOD: find_unread_setting},
+    reads="compressed-tensors (integers, fp8, nvfp4, mxfp4, mxfp8)",
+)

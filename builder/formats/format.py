@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf, prod
+from typing import Any
 
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
 
 Shape = tuple[int, ...]
+Settings = Mapping[str, Any]  # the object `quantization_config`, {} if there is none
 MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
 SIZES = {  # bytes per element
@@ -43,6 +45,10 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return SIZES[self.dtype] * prod(self.shape)
+
+    @property
+    def floats(self) -> bool:
+        return self.dtype in DTYPES
 
     @property
     def type(self) -> torch.dtype:
@@ -173,6 +179,20 @@ class GgmlFormat(ReadFormat):
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""]
+
+
+@dataclass(frozen=True)
+class FormatModule:
+    """What a module of this folder reads."""
+
+    formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
+    # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.
+    find: Callable[[str, Mapping[str, Entry], Settings], Format | None] | None = None
+    # Endings of a checkpoint's tensors -> our own, as `.qweight` -> `.weight`.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Values of quant_method -> a function that says what of the settings is not read.
+    methods: Mapping[str, Callable[[Settings], str | None]] = field(default_factory=dict)
+    reads: str | None = None  # what messages say
 
 
 def refuse_out_of_range(format: Format, name: str, weight: Tensor) -> None:

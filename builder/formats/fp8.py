@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 BLOCK = 128
@@ -81,6 +81,8 @@ def find_unread(settings: Mapping[str, Any]) -> str | None:
 
 
 FP8 = Fp8()
-FORMATS = (FP8, Fp8("BF16"), Fp8("F16"))
-METHODS = {"fp8": find_unread}
-READS = "DeepSeek's fp8 with weight_block_size [128, 128]"
+MODULE = FormatModule(
+    formats=(FP8, Fp8("BF16"), Fp8("F16")),
+    methods={"fp8": find_unread},
+    reads="DeepSeek's fp8 with weight_block_size [128, 128]",
+)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_out_of_range
+from mtpbuild.builder.formats.format import (
+    Entry,
+    Format,
+    FormatModule,
+    ReadFormat,
+    Shape,
+    refuse_out_of_range,
+)
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -246,9 +253,11 @@ INT8, INT4 = Integers(8), Integers(4)
 MOVED = {bits: Integers(bits, offsets="zeros") for bits in (4, 8)}
 SHIFTED = {bits: Integers(bits, offsets="minima") for bits in (4, 8)}
 WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
-FORMATS = (INT8, INT4, *WIDE.values())
-METHODS = {"mtpbuild": lambda settings: None}
-READS = "what `mtpbuild quantize` writes"
+MODULE = FormatModule(
+    formats=(INT8, INT4, *WIDE.values()),
+    methods={"mtpbuild": lambda settings: None},
+    reads="what `mtpbuild quantize` writes",
+)
 
 
 class MixedIntegers(Integers):

@@ -6,12 +6,11 @@ from itertools import chain
 from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.formats.integers import BLOCK, SHIFTED, Integers
-from mtpbuild.builder.formats.mxfp4 import Mxfp4
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
-from mtpbuild.builder.formats.scaled import ScaledValues
+from mtpbuild.builder.formats.scaled import Mxfp4, ScaledValues
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "mlx"  # MLX's settings name no method
@@ -168,6 +167,9 @@ def find_unread_mlx(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-NAMES = {".biases": f".weight{BIASES}", ".global_scale": f".weight{GLOBAL}"}
-METHODS = {METHOD: find_unread_mlx}
-READS = "MLX (affine, mxfp4, mxfp8, nvfp4)"
+MODULE = FormatModule(
+    find=find_format,
+    names={".biases": f".weight{BIASES}", ".global_scale": f".weight{GLOBAL}"},
+    methods={METHOD: find_unread_mlx},
+    reads="MLX (affine, mxfp4, mxfp8, nvfp4)",
+)

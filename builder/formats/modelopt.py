@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.lazy_torch import Tensor, torch
@@ -120,6 +120,9 @@ def name_algorithm(settings: Mapping[str, Any], module: str) -> str:
     return next((name for sign, name in names.items() if sign in algorithm), "bf16")
 
 
-METHODS = {"modelopt": find_unread_algorithm}
-NAMES = {".pre_quant_scale": f".weight{INPUTS}"}
-READS = "ModelOpt's NVFP4, FP8, MXFP8 and int4"
+MODULE = FormatModule(
+    find=find_format,
+    names={".pre_quant_scale": f".weight{INPUTS}"},
+    methods={"modelopt": find_unread_algorithm},
+    reads="ModelOpt's NVFP4, FP8, MXFP8 and int4",
+)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from mtpbuild.builder.formats.format import Entry, Format, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -127,4 +127,4 @@ def pack(values: Tensor) -> Tensor:
 
 
 NVFP4 = Nvfp4()
-FORMATS = (NVFP4, CompressedTensorsNvfp4())
+MODULE = FormatModule(formats=(NVFP4, CompressedTensorsNvfp4()))

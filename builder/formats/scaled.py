@@ -5,13 +5,15 @@ from functools import cache
 from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import find_hinted_group
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
 from mtpbuild.builder.formats.integers import BLOCK, INT8, MOVED, Integers
+from mtpbuild.builder.formats.nvfp4 import unpack
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 VALUES = {"F8_E4M3": "fp8", "I8": "int8"}
+MX_GROUP = 32  # columns that share a power of two
 POWERS = ("U8", "F8_E8M0")  # scales of powers of two
 
 
@@ -88,6 +90,28 @@ class ScaledValues(ReadFormat):
         return parts
 
 
+class Mxfp4(ReadFormat):
+    """W = value * 2 ** (weight_scale - 127); a byte has the even column in its low nibble."""
+
+    name, bits, block = "mxfp4", 4, MX_GROUP
+    suffixes: tuple[str, ...] = ("", "_scale")
+
+    def __init__(self, scales: str) -> None:
+        self._scales = scales
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[1] % MX_GROUP == 0
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, columns = shape
+        scale = Entry(self._scales, (rows, columns // MX_GROUP))
+        return {"": Entry("U8", (rows, columns // 2)), "_scale": scale}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        scales = as_floats(parts["_scale"])[..., None]
+        return (unpack(parts[""]).unflatten(1, (-1, MX_GROUP)) * scales).flatten(1)
+
+
 def as_floats(scales: Tensor) -> Tensor:
     """Return scales in fp32; bytes are exponents, and 255 is not finite."""
     if scales.is_floating_point() and scales.dtype != torch.float8_e8m0fnu:
@@ -101,6 +125,8 @@ def find_format(
     name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format | None:
     weight, scale = entries[name], entries.get(f"{name}_scale")
+    if weight.dtype == "U8" and scale is not None and scale.dtype in POWERS:
+        return _mxfp4(scale.dtype)
     if weight.dtype not in VALUES or len(weight.shape) != 2 or scale is None:
         return None
     if scale.dtype not in (*DTYPES, *POWERS):
@@ -112,6 +138,9 @@ def find_format(
     return _make_scaled_format(
         weight, scale, zero, _find_sides(weight, scale, group.block if group else ())
     )
+
+
+_mxfp4 = cache(Mxfp4)
 
 
 @cache
@@ -130,3 +159,6 @@ def _find_sides(weight: Entry, scale: Entry, block: Shape) -> Shape:
     if count[0] == rows and columns % count[1] == 0:
         return (1, columns // count[1] if count[1] > 1 else 0)
     return block if len(block) == 2 and all(block) else (SIDE, SIDE)
+
+
+MODULE = FormatModule(find=find_format)

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.builder.checkpoint.shards import more, offer_unnamed_head
 from mtpbuild.builder.checkpoint.text_model import Part
 from mtpbuild.builder.formats import (
-    DTYPES,
     SUPPORTED,
     Entry,
     Format,
@@ -71,10 +70,6 @@ class FileEntry(Entry):
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
     source: Source | None = None  # what it is made of, if it is not stored as it is
-
-    @property
-    def floats(self) -> bool:
-        return self.dtype in DTYPES
 
 
 @dataclass(frozen=True)
@@ -152,8 +147,8 @@ class Checkpoint:
         format = self.format(name)
         assert format is not None
         kept = format.kept
-        if held is not None and held.packs and not held.holds(kept):
-            return self._round_weight(name, held)
+        if held is not None and choose_read_format(format, held) is not kept:
+            return encode_anew(self, name, held)
         stored = self.parts(name)
         parts = format.keep(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
@@ -162,18 +157,6 @@ class Checkpoint:
                 raise self._make_error(name, "has scales or minima that are out of fp16's range")
             self.losses.update({name: loss} if loss.changes else {})
         return parts
-
-    def _round_weight(self, name: str, held: Format) -> dict[str, Tensor]:
-        """Read a weight and encode it in another format; note the loss."""
-        pieces: list[dict[str, Tensor]] = []
-        loss = Loss()
-        weight = self.read(name)
-        refuse_out_of_range(held, name, weight)
-        for rows in weight.split(PIECE):
-            pieces.append(held.encode(rows))
-            loss = loss.after(rows, pieces[-1], held)
-        self.losses[name] = loss
-        return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}
 
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
@@ -348,3 +331,32 @@ class Checkpoint:
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
             raise self._make_error(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
+
+
+def choose_read_format(format: Format, held: Format) -> Format:
+    """Return the format in which a weight of `format` is read for an engine that holds `held`."""
+    return held if held.packs and not held.holds(format.kept) else format.kept
+
+
+class ReadsWeights(Protocol):
+    """What reads weights, and notes what their encoding changed."""
+
+    @property
+    def losses(self) -> dict[str, Loss]:
+        """What rounding changed in weights whose format an engine can't keep, by weight."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in fp32."""
+
+
+def encode_anew(checkpoint: ReadsWeights, name: str, held: Format) -> dict[str, Tensor]:
+    """Read a weight and encode it in another format; note the loss."""
+    pieces: list[dict[str, Tensor]] = []
+    loss = Loss()
+    weight = checkpoint.read(name)
+    refuse_out_of_range(held, name, weight)
+    for rows in weight.split(PIECE):
+        pieces.append(held.encode(rows))
+        loss = loss.after(rows, pieces[-1], held)
+    checkpoint.losses[name] = loss
+    return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}

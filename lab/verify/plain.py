@@ -33,11 +33,11 @@ def load_plain(
         config = layers.of(config)
     stored, family = open_slice(folder, layers), find_family_of(config)
     config = stored.settle(config)
-    table, checkpoint = stored.check(config), stored
+    table, read = stored.check(config), stored.read
     if scheme is not None and scheme != IN_FLOATS:
-        checkpoint = requantise(stored, config, scheme, table.stored.values())
+        read = requantise(stored, config, scheme, table.stored.values()).read
     model, same = family.reference(config), family.duplicates(config)
-    weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
+    weights = {name: read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

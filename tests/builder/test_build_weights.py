@@ -23,7 +23,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights.requantised import Requantised
+from mtpbuild.builder.weights.requantised import QuantisedView
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,
     Scheme,
@@ -211,13 +211,13 @@ def test_a_weight_is_encoded_once(
 ) -> None:
     """A weight's values and scales are asked for together."""
     model = source(plain, SCHEMES[name])
-    seen, encoded = list[str](), Requantised.encoded
+    seen, encoded = list[str](), QuantisedView.encoded
 
-    def noted(checkpoint: Requantised, weight: str) -> Any:
+    def noted(checkpoint: QuantisedView, weight: str) -> Any:
         seen.append(weight)
         return encoded(checkpoint, weight)
 
-    monkeypatch.setattr(Requantised, "encoded", noted)
+    monkeypatch.setattr(QuantisedView, "encoded", noted)
     written(model, tmp_path / "engine")
     kept = [stored.name for w in model.table if w.format is not None for stored in w.stored]
     assert sorted(set(seen) & set(kept)) == sorted(weight for weight in seen if weight in kept)
