@@ -25,7 +25,7 @@ from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.brought import find_brought_files
+from mtpbuild.builder.weights.drafter_weights import find_brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT
 from mtpbuild.runtime.contract.manifest import hash_file, list_ranks_here
 from mtpbuild.runtime.errors import CheckpointError, EngineFileError

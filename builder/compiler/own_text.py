@@ -15,9 +15,9 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages, Watch, say_time_left
 from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration
-from mtpbuild.builder.weights.requantised import QuantisedView
+from mtpbuild.builder.weights.layer_passes import make_batches
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
-from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.configuration.input_file import FileRequest, generate_all, read_requests
 from mtpbuild.runtime.errors import UsageError

@@ -24,8 +24,8 @@ from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.stages import Watch
-from mtpbuild.builder.weights.requantised import QuantisedView
-from mtpbuild.builder.weights.stored import Checkpoint, choose_read_format
+from mtpbuild.builder.weights.checkpoint import Checkpoint, choose_read_format
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.runtime.errors import BuildError
 
 

@@ -22,7 +22,7 @@ MODULES: list[FormatModule] = [
 ]
 ALL = [format for module in MODULES for format in module.formats]
 # Formats that engines keep; the others are older variants of the same names.
-FORMATS = {format.name: format for format in ALL if format.kept is format}
+FORMATS = {format.name: format for format in ALL if format.engine_format is format}
 NAMES = {old: new for module in MODULES for old, new in module.names.items()}
 METHODS = {method: check for module in MODULES for method, check in module.methods.items()}
 READS = ", ".join(

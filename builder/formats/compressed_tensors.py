@@ -119,7 +119,7 @@ class PackedIntegers(ReadFormat):
         self._symmetric = symmetric
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self._integers or self
 
     @property
@@ -176,7 +176,7 @@ class PackedIntegers(ReadFormat):
         beyond = order.min() < 0 or order.max() >= groups
         return f"has a weight_g_idx beyond its {groups} groups" if beyond else None
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._integers is None:
             return parts
         words, columns = parts[""], parts[""].shape[1] * WORD // self.bits

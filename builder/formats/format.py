@@ -80,15 +80,15 @@ class Format(ABC):
         """Return whether these tensors of a checkpoint store weight `name` in this format."""
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """The format in which engines keep weights of this format."""
         return self
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts of weight `name` in the format `kept`."""
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of weight `name` in the format `engine_format`."""
         return parts
 
-    def holds(self, kept: Format) -> bool:
+    def represents(self, kept: Format) -> bool:
         """Return whether weights that are kept in a format have the same values in this one."""
         return self.packs == kept.packs and kept.offsets in (None, self.offsets)
 
@@ -105,7 +105,7 @@ class Format(ABC):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
 
-    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+    def engine_entries(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         """Return the tensors that an engine for GPUs holds of a weight [out, in] of this format.
 
         group: the number of inputs that share a scale. joined: as for `finish`.

@@ -32,17 +32,17 @@ class Fp8(Format):
         return self._scales == (scale.dtype if scale.dtype in ("BF16", "F16") else "F32")
 
     @property
-    def kept(self) -> Fp8:
+    def engine_format(self) -> Fp8:
         return FP8
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"": parts[""], "_scale_inv": parts[self.suffixes[1]].float()}
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // BLOCK) for size in shape)
         return {"": Entry("F8_E4M3", shape), self.suffixes[1]: Entry(self._scales, scales)}
 
-    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+    def engine_entries(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         rows, columns = shape
         return Entry("F8_E4M3", shape), Entry("F32", (rows, columns // group))
 

@@ -56,7 +56,7 @@ class PackedWords(ReadFormat):
         self.suffixes = ("", ZEROS, SCALES, *([INDEX] if geometry.indexed else []))
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """Integers stay, if groups are whole blocks of ours."""
         whole = self.block < 0 or self.block % BLOCK == 0
         if not whole or not self.geometry.ordered:
@@ -64,8 +64,8 @@ class PackedWords(ReadFormat):
         same = {4: INT4, 8: INT8} if self.geometry.symmetric else MOVED
         return same.get(self.bits, MOVED[4])
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        if (kept := self.kept) is self:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if (kept := self.engine_format) is self:
             return parts
         assert isinstance(kept, Integers)
         codes, stored = self.codes(parts[""]), self.zeros(parts[ZEROS])
@@ -90,7 +90,7 @@ class PackedWords(ReadFormat):
             )
 
     def fits(self, shape: Shape) -> bool:
-        if self.kept is not self and shape[1] % BLOCK:
+        if self.engine_format is not self and shape[1] % BLOCK:
             return False
         return all(size * self.bits % WORD == 0 for size in self.packed(shape))
 

@@ -57,19 +57,19 @@ class Integers(Format):
         return bits == self.bits and (scale.dtype == "F32") == (self._scales == "F32")
 
     @property
-    def kept(self) -> Integers:
+    def engine_format(self) -> Integers:
         return self if self.offsets else {4: INT4, 8: INT8}[self.bits]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
-        if self is self.kept:
+        if self is self.engine_format:
             return parts
         scales = parts["_scale"].half()
         if scales.is_meta or torch.equal(scales.float(), parts["_scale"]):
             return parts | {"_scale": scales}
         weight = self.decode(parts)
-        refuse_out_of_range(self.kept, name, weight)
-        return self.kept.encode(weight)
+        refuse_out_of_range(self.engine_format, name, weight)
+        return self.engine_format.encode(weight)
 
     def hold(
         self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None
@@ -311,11 +311,13 @@ class BlockMinima(ReadFormat):
         self.name = name
 
     @property
-    def kept(self) -> Integers:
+    def engine_format(self) -> Integers:
         return SHIFTED[self.bits]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.kept.shift(_unpack_nibbles(parts[""]), parts["_scale"], parts["_minimum"])
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.engine_format.shift(
+            _unpack_nibbles(parts[""]), parts["_scale"], parts["_minimum"]
+        )
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK

@@ -29,12 +29,12 @@ class MlxIntegers(ReadFormat):
         self.name, self.bits, self.block, self._scales = f"mlx int{bits}", bits, group, scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """Integers stay with their biases, if groups are whole blocks of ours."""
         return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = self.kept
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = self.engine_format
         if not isinstance(kept, Integers):
             return parts
         return kept.shift(self._unpack_codes(parts[""]), parts[SCALES], parts[BIASES])
@@ -69,7 +69,7 @@ class MlxFloats(ReadFormat):
         self.suffixes = ("", SCALES, *((GLOBAL,) * scaled))
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self._own
 
     def fits(self, shape: Shape) -> bool:
@@ -84,7 +84,7 @@ class MlxFloats(ReadFormat):
         }
         return {suffix: found[suffix] for suffix in self.suffixes}
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._as_own(parts)
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:

@@ -33,13 +33,13 @@ class RowPairs(ReadFormat):
         self.name, self.block, self._scales = f"int4 by {columns} columns", columns, scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self if self.block % BLOCK else INT4
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return (
             parts
-            if self.kept is self
+            if self.engine_format is self
             else INT4.hold(name, self._unpack_values(parts), parts["_scale"])
         )
 

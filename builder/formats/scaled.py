@@ -66,7 +66,7 @@ class ScaledValues(ReadFormat):
         return scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         if self._scale.dtype in POWERS:
             return self
         if self._weight.dtype == "I8":
@@ -76,15 +76,15 @@ class ScaledValues(ReadFormat):
             return same if rows <= 1 and whole else self
         return FP8 if self._sides == (0, 0) else self
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         values, scales = parts[""], parts["_scale"].float()
-        if isinstance(kept := self.kept, Integers):
+        if isinstance(kept := self.engine_format, Integers):
             groups = values.shape[1] // (self._sides[1] or values.shape[1])
             scales = scales.reshape(-1, groups).expand(len(values), -1)
             if (zeros := parts.get("_zero_point")) is not None:
                 zeros = zeros.reshape(-1, groups).expand(len(values), -1)
             return kept.hold(name, values, scales, zeros)
-        if self.kept is FP8:
+        if self.engine_format is FP8:
             grid = FP8.parts(tuple(values.shape))["_scale_inv"].shape
             return {"": values, "_scale_inv": scales.reshape(1, 1).expand(grid).contiguous()}
         return parts

@@ -22,11 +22,11 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
-from mtpbuild.builder.weights.brought import join_brought
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.builder.weights.drafter_weights import join_brought
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.requantised import QuantisedView, requantise
+from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import WeightsType
 from mtpbuild.runtime.errors import CheckpointError
@@ -74,7 +74,11 @@ class OpenedModel:
         found = dict[str, str]()
         for name, held in self.table.stored_formats.items():
             format = self.checkpoint.format(name)
-            if held is not None and format is not None and not held.holds(format.kept):
+            if (
+                held is not None
+                and format is not None
+                and not held.represents(format.engine_format)
+            ):
                 found[name] = format.name
         return found
 

@@ -20,9 +20,14 @@ from mtpbuild.builder.formats.mlx import METHOD as MLX
 from mtpbuild.builder.gguf.container import find_own_path
 from mtpbuild.builder.lazy_torch import Tensor
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf, list_gguf_weights
-from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights, is_norm, is_turned
-from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
+from mtpbuild.builder.weights.mlx_conversion import (
+    ConvertedWeight,
+    convert_mlx_weights,
+    is_norm,
+    is_turned,
+)
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import Header
 

@@ -27,7 +27,7 @@ from mtpbuild.builder.plan.weight_classes import (
     sum_portions,
 )
 from mtpbuild.builder.targets.onnxruntime import CACHES
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.lab.forecast.forecast import (
     ByNextn,

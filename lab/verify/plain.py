@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.requantised import requantise
+from mtpbuild.builder.weights.quantised_view import requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 from mtpbuild.lab.measure.compare import (
     LARGEST_DIFFERENCE,

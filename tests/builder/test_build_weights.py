@@ -23,7 +23,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights.requantised import QuantisedView
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,
     Scheme,
@@ -146,7 +146,7 @@ def test_large_weights_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         scheme = make_scheme(name, None, None, head="int8")
         whole = written(source(model, scheme), tmp_path / name)
         with monkeypatch.context() as patch:
-            patch.setattr("mtpbuild.builder.weights.stored.PIECE", 128)
+            patch.setattr("mtpbuild.builder.weights.checkpoint.PIECE", 128)
             assert written(source(model, scheme), tmp_path / f"{name}-pieces") == whole
 
 

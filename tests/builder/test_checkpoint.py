@@ -16,10 +16,10 @@ from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.weights import files, stored
+from mtpbuild.builder.weights import files
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import write_weights
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,

@@ -18,8 +18,8 @@ from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.rope import compute_rope_tables
 from mtpbuild.builder.stages import Watch, say_time_left
-from mtpbuild.builder.weights.requantised import Parts, QuantisedView
-from mtpbuild.builder.weights.stored import Checkpoint
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView
 from mtpbuild.runtime.errors import UsageError
 
 BATCH = 2048  # most tokens that go through a layer together

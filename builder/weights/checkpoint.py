@@ -34,7 +34,7 @@ from mtpbuild.builder.models.modules import (
     describe_stripped,
     is_module,
 )
-from mtpbuild.builder.weights.made import ConvertedWeight
+from mtpbuild.builder.weights.mlx_conversion import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -146,11 +146,11 @@ class Checkpoint:
         """
         format = self.format(name)
         assert format is not None
-        kept = format.kept
+        kept = format.engine_format
         if held is not None and choose_read_format(format, held) is not kept:
             return encode_anew(self, name, held)
         stored = self.parts(name)
-        parts = format.keep(name, stored)
+        parts = format.to_engine_format(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
             loss = Loss().after(format.decode(stored), parts, kept)
             if loss.relative > MOST_LOSS:
@@ -335,7 +335,9 @@ class Checkpoint:
 
 def choose_read_format(format: Format, held: Format) -> Format:
     """Return the format in which a weight of `format` is read for an engine that holds `held`."""
-    return held if held.packs and not held.holds(format.kept) else format.kept
+    return (
+        held if held.packs and not held.represents(format.engine_format) else format.engine_format
+    )
 
 
 class ReadsWeights(Protocol):

@@ -11,8 +11,14 @@ from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large, r
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.weights.checkpoint import (
+    PIECE,
+    Checkpoint,
+    Loss,
+    choose_read_format,
+    encode_anew,
+)
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.stored import PIECE, Checkpoint, Loss, choose_read_format, encode_anew
 
 Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 
