@@ -315,9 +315,8 @@ class BlockMinima(ReadFormat):
         return SHIFTED[self.bits]
 
     def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.engine_format.shift(
-            _unpack_nibbles(parts[""]), parts["_scale"], parts["_minimum"]
-        )
+        codes = _unpack_nibbles(parts[""])
+        return self.engine_format.shift(codes, parts["_scale"], parts["_minimum"])
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK

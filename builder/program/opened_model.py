@@ -74,12 +74,9 @@ class OpenedModel:
         found = dict[str, str]()
         for name, held in self.table.stored_formats.items():
             format = self.checkpoint.format(name)
-            if (
-                held is not None
-                and format is not None
-                and not held.represents(format.engine_format)
-            ):
-                found[name] = format.name
+            if held is None or format is None or held.represents(format.engine_format):
+                continue
+            found[name] = format.name
         return found
 
     @property

@@ -335,9 +335,8 @@ class Checkpoint:
 
 def choose_read_format(format: Format, held: Format) -> Format:
     """Return the format in which a weight of `format` is read for an engine that holds `held`."""
-    return (
-        held if held.packs and not held.represents(format.engine_format) else format.engine_format
-    )
+    usual = format.engine_format
+    return held if held.packs and not held.represents(usual) else usual
 
 
 class ReadsWeights(Protocol):
