@@ -1,13 +1,12 @@
 """Number formats of weights: each module has a `MODULE`, which says what it reads."""
 
-from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 
 from mtpbuild.builder.formats.format import DTYPES as DTYPES
+from mtpbuild.builder.formats.format import Entries, FormatModule
 from mtpbuild.builder.formats.format import Entry as Entry
 from mtpbuild.builder.formats.format import Format as Format
-from mtpbuild.builder.formats.format import FormatModule
 from mtpbuild.builder.formats.format import Settings as Settings
 from mtpbuild.builder.formats.format import Shape as Shape
 from mtpbuild.builder.formats.format import make_entry as make_entry
@@ -33,7 +32,7 @@ SUPPORTED = ", ".join((*DTYPES, *_formats))
 
 
 def find_stored_format(
-    name: str, entries: Mapping[str, Entry], settings: Settings | None = None
+    name: str, entries: Entries, settings: Settings | None = None
 ) -> Format | None:
     """Return the format of weight `name`; None if it is not quantised, or in an unknown format.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, FormatModule, ReadFormat, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, ReadFormat, Settings, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -49,14 +49,14 @@ class Group:
         )  # fmt: skip
 
 
-def list_weight_groups(settings: Mapping[str, Any]) -> Iterator[Group]:
+def list_weight_groups(settings: Settings) -> Iterator[Group]:
     """Yield the groups of a checkpoint's settings, the specific ones first."""
     groups = settings.get("config_groups")
     found = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
     yield from (group for group in found if group is not None)
 
 
-def find_hinted_group(settings: Mapping[str, Any], name: str) -> Group | None:
+def find_hinted_group(settings: Settings, name: str) -> Group | None:
     """Return the group that names a weight's module, else the first group."""
     groups, module = [*list_weight_groups(settings)], name.removesuffix(".weight")
     first = groups[0] if groups else None
@@ -218,9 +218,7 @@ def unpack_stream(words: Tensor, bits: int, count: int, packing: Packing) -> Ten
     return ((low | high << 8) >> (start % 8).short()).bitwise_and_((1 << bits) - 1).byte()
 
 
-def find_format(
-    name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
-) -> Format | None:
+def find_format(name: str, entries: Mapping[str, Entry], settings: Settings) -> Format | None:
     weight, scale, shape = entries[name], entries.get(f"{name}_scale"), entries.get(f"{name}_shape")
     if weight.dtype != "I32" or len(weight.shape) != 2:
         return None
@@ -237,7 +235,7 @@ def find_format(
 _packed = cache(PackedIntegers)
 
 
-def _choose_group(settings: Mapping[str, Any], name: str, words: int, scales: int) -> Group:
+def _choose_group(settings: Settings, name: str, words: int, scales: int) -> Group:
     """Return the group of settings that agrees with a row's words and scales.
 
     Of several the one that names the module is chosen; if none agrees, too, so that the check of
@@ -259,7 +257,7 @@ def _choose_group(settings: Mapping[str, Any], name: str, words: int, scales: in
     return next((group for group in fitting if group.names(module)), fitting[0])
 
 
-def find_unread_setting(settings: Mapping[str, Any]) -> str | None:
+def find_unread_setting(settings: Settings) -> str | None:
     """Return the first setting of this method that is not read; None if all are."""
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
     kinds = [settings, *(groups.values() if isinstance(groups, Mapping) else ()), sparsity]
@@ -274,7 +272,7 @@ def find_unread_setting(settings: Mapping[str, Any]) -> str | None:
     )
 
 
-def name_kept_format(settings: Mapping[str, Any], module: str) -> str:
+def name_kept_format(settings: Settings, module: str) -> str:
     """Return a recipe's name for the layout in which engines keep a module's weight."""
     groups, ignored = [*list_weight_groups(settings)], settings.get("ignore")
     naming = [group for group in groups if group.names(module)]

@@ -12,6 +12,7 @@ from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
 
 Shape = tuple[int, ...]
+Parts = dict[str, Tensor]  # of a weight, by suffix
 Settings = Mapping[str, Any]  # the object `quantization_config`, {} if there is none
 MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
@@ -56,6 +57,9 @@ class Entry:
         return dtype
 
 
+Entries = Mapping[str, Entry]  # of a checkpoint, by name
+
+
 def make_entry(tensor: Tensor) -> Entry:
     return Entry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
@@ -76,7 +80,7 @@ class Format(ABC):
     offsets: str | None = None  # what a block has besides its scale: "zeros" or "minima"
 
     @abstractmethod
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+    def stores(self, name: str, entries: Entries) -> bool:
         """Return whether these tensors of a checkpoint store weight `name` in this format."""
 
     @property
@@ -84,7 +88,7 @@ class Format(ABC):
         """The format in which engines keep weights of this format."""
         return self
 
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: Parts) -> Parts:
         """Return the parts of weight `name` in the format `engine_format`."""
         return parts
 
@@ -121,7 +125,7 @@ class Format(ABC):
         """Return the weight in fp32: values times scales, rounded once."""
 
     @abstractmethod
-    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> Parts:
         """Encode an fp32 weight, or some of its rows that are whole rows of blocks.
 
         amax (0-dim): the largest magnitude of the weight, or of all weights that share its second
@@ -159,10 +163,10 @@ class Format(ABC):
 class ReadFormat(Format):
     """A format that is only read; its module's `find_format` finds it."""
 
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
+    def stores(self, name: str, entries: Entries) -> bool:
         return False
 
-    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> Parts:
         raise NotImplementedError(f"{self.name} is only read")
 
 
@@ -187,7 +191,7 @@ class FormatModule:
 
     formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
     # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.
-    find: Callable[[str, Mapping[str, Entry], Settings], Format | None] | None = None
+    find: Callable[[str, Entries, Settings], Format | None] | None = None
     # Endings of a checkpoint's tensors -> our own, as `.qweight` -> `.weight`.
     names: Mapping[str, str] = field(default_factory=dict)
     # Values of quant_method -> a function that says what of the settings is not read.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Settings, Shape
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 BLOCK = 128
@@ -73,7 +72,7 @@ def spread(scales: Tensor, shape: Shape, times: int = BLOCK) -> Tensor:
     return wide.repeat_interleave(BLOCK, dim=0)[:rows]
 
 
-def find_unread(settings: Mapping[str, Any]) -> str | None:
+def find_unread(settings: Settings) -> str | None:
     """Return the first setting of this method that is not read; None if all are."""
     if (blocks := settings.get("weight_block_size")) == [BLOCK, BLOCK]:
         return None

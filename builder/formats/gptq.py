@@ -42,13 +42,15 @@ class Geometry:
     ordered: bool = True
 
 
-class PackedWords(ReadFormat):
+class Gptq(ReadFormat):
     """Integers in 32-bit words, inputs first: qweight, qzeros [groups, out], scales [groups, out].
 
-    W[n, k] = (code[k, n] - zero[g, n]) * scales[g, n], with g = k // group or g_idx[k].
+    W[n, k] = (code[k, n] - zero[g, n]) * scales[g, n], with g = k // group or g_idx[k]. A word has
+    codes of 4 or 8 inputs, or zero points of as many outputs, lowest bits first. Version 1 stores
+    zero points less 1.
     """
 
-    method: str
+    method = "gptq"
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry, self.bits, self.block = geometry, geometry.bits, geometry.group
@@ -96,7 +98,7 @@ class PackedWords(ReadFormat):
 
     def packed(self, shape: Shape) -> tuple[int, ...]:
         """Return the sizes that are split into words."""
-        raise NotImplementedError
+        return shape
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
@@ -110,15 +112,15 @@ class PackedWords(ReadFormat):
 
     def words(self, shape: Shape) -> Shape:
         """Return the shape of qweight."""
-        raise NotImplementedError
+        return shape[1] * self.bits // WORD, shape[0]
 
     def codes(self, words: Tensor) -> Tensor:
         """Unpack qweight: uint8 [out, in]."""
-        raise NotImplementedError
+        return unpack_words(words, self.bits).permute(1, 0, 2).flatten(1)
 
     def zeros(self, words: Tensor) -> Tensor:
         """Unpack qzeros: int16 [out, groups]."""
-        raise NotImplementedError
+        return unpack_words(words, self.bits).flatten(1).T.short() + self.geometry.less
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         stored = self.zeros(parts[ZEROS])
@@ -149,28 +151,7 @@ class PackedWords(ReadFormat):
         return (codes - zeros[:, groups]).float().mul_(parts[SCALES].T.float()[:, groups])
 
 
-class Gptq(PackedWords):
-    """GPTQ: words of codes of 4 or 8 inputs, and of 4 or 8 outputs' zero points, lowest bits first.
-
-    Version 1 stores zero points less 1.
-    """
-
-    method = "gptq"
-
-    def packed(self, shape: Shape) -> tuple[int, ...]:
-        return shape
-
-    def words(self, shape: Shape) -> Shape:
-        return shape[1] * self.bits // WORD, shape[0]
-
-    def codes(self, words: Tensor) -> Tensor:
-        return unpack_words(words, self.bits).permute(1, 0, 2).flatten(1)
-
-    def zeros(self, words: Tensor) -> Tensor:
-        return unpack_words(words, self.bits).flatten(1).T.short() + self.geometry.less
-
-
-class Awq(PackedWords):
+class Awq(Gptq):
     """AWQ: a word holds the 4-bit numbers of 8 outputs, of one input or of one group."""
 
     method = "awq"
@@ -198,7 +179,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 @cache  # formats are compared by `is`
-def make_format(kind: type[PackedWords], geometry: Geometry) -> PackedWords:
+def make_format(kind: type[Gptq], geometry: Geometry) -> Gptq:
     return kind(geometry)
 
 
@@ -214,7 +195,7 @@ def find_format(
 
 
 def infer_format(
-    kind: type[PackedWords], name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
+    kind: type[Gptq], name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format:
     """Return the format of weight `name`, whose tensors tell bits and groups.
 

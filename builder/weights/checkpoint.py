@@ -34,7 +34,6 @@ from mtpbuild.builder.models.modules import (
     describe_stripped,
     is_module,
 )
-from mtpbuild.builder.weights.mlx_conversion import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -321,12 +320,10 @@ class Checkpoint:
         module = name.removesuffix("weight")
         return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
 
-    def check_sources(self, made: ConvertedWeight) -> set[str]:
+    def check_sources(self, shapes: Mapping[str, Shape]) -> set[str]:
         """Check the weights that a weight is made of; return the names of all their parts."""
-        missing = made.sources.keys() - self.tensors.keys()
-        self._refuse(missing, "missing tensor")
-        checked = (self._check_weight(Stored(*each)) for each in made.sources.items())
-        return set().union(*checked)
+        self._refuse(shapes.keys() - self.tensors.keys(), "missing tensor")
+        return set().union(*(self._check_weight(Stored(*named)) for named in shapes.items()))
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
