@@ -26,8 +26,8 @@ def measure(
     engine: Engine, tokens: int, prompt: list[int] | None = None
 ) -> tuple[list[float], list[float], float]:
     """Run one request; return each step's seconds in and outside the program, and tokens/step."""
-    timed: Any = TimedPrograms(engine._loop.programs)
-    engine._loop.programs = timed
+    timed: Any = TimedPrograms(engine._loaded.loop.programs)
+    engine._loaded.loop.programs = timed
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)
     asked: str | list[int] = prompt or (PROMPT if engine.tokenizer else [5, 6, 7])

@@ -88,7 +88,7 @@ def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
     assert (manifest.build.tp, manifest.build.ep) == (2, 2)
     assert manifest.target.compute_capabilities == ("9.0",)
     with running(engine) as loaded:
-        leading = loaded._loop.programs
+        leading = loaded._loaded.loop.programs
         assert isinstance(leading, LeadingPrograms)
         assert Feature.OVERLAP in leading.features
         check_texts(loaded, model, [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
