@@ -16,7 +16,7 @@ from mtpbuild.runtime.group.communicator import join
 from mtpbuild.runtime.group.nccl import run_within, watch
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.slots import name_outputs
-from mtpbuild.runtime.programs.tensorrt_engines import CompiledProgram, TensorRtPrograms
+from mtpbuild.runtime.programs.tensorrt import CompiledProgram, TensorRtPrograms
 
 
 class TensorRtRankPrograms(TensorRtPrograms):

@@ -31,7 +31,7 @@ from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import LeadingPrograms
 from mtpbuild.runtime.group.nccl import SETTINGS, connect, run_within, watch
-from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaRankPrograms
 from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import collectives, eager_ranks, rank_bugs
