@@ -80,12 +80,6 @@ class CpuRankPrograms(InductorPrograms):
 class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
     """The programs of one attention-DP rank on a CPU."""
 
-    def __init__(
-        self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
-    ) -> None:
-        super().__init__(channel, manifest, threads, opener)
-        self._join(channel, manifest)
-
     def step(self, active: Bools, rows: int) -> StepOutput:
         return self._gather(super().step(self._find_own_active(active), rows))
 

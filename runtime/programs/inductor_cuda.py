@@ -214,25 +214,12 @@ class CudaRankPrograms(CudaPrograms):
 class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
     """The programs of one attention-DP rank on a GPU; results are gathered when they are read."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        peers: type[Peers],
-        manifest: Manifest,
-        gpu: Gpu,
-        opener: Opener,
-        *,
-        graphs: bool = True,
-    ) -> None:
-        self._join(channel, manifest)
-        most = manifest.build.prefill_chunk
-        rows = round_up_rows(most, manifest.build.capacity)
-        self._padding_caches = {  # the caches of a padding prefill, which belongs to no request
-            s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
-            for s in manifest.state
-            if s.role == "rows"
+    def _allocate_padding(self) -> None:
+        rows = round_up_rows(self._prompt["tokens"].shape[1], self._capacity)
+        self._padding_caches = {
+            spec.name: self._gpu.zeros((1, 1, rows, spec.sizes["width"]), spec.dtype)
+            for spec in self._caches.specs
         }
-        super().__init__(channel, peers, manifest, gpu, opener, graphs=graphs)
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         read_output = super().launch(self._find_own_active(active), rows)

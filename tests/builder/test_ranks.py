@@ -275,7 +275,7 @@ def test_a_failed_engine_stays_failed(engine: Path) -> None:
     """An interrupted step leaves the ranks apart; closing waits for nobody."""
     begin = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), running(engine) as loaded:
-        programs = loaded._loaded.loop.programs._calls._own  # type: ignore[attr-defined]
+        programs = loaded._loaded.loop.programs._calls._programs  # type: ignore[attr-defined]
         with failing(programs, "_run", KeyboardInterrupt()):
             with pytest.raises(KeyboardInterrupt):
                 loaded.generate(PROMPT, GREEDY)

@@ -92,7 +92,7 @@ def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
         assert isinstance(leading, LeadingPrograms)
         assert Feature.OVERLAP in leading.features
         check_texts(loaded, model, [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
-        own: Any = leading._calls._own
+        own: Any = leading._calls._programs
         steps = own._gpu.replays
         assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)

@@ -26,7 +26,8 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.gpu.cuda import Device
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.programs.tensorrt import held_bytes, on_device
+from mtpbuild.runtime.programs.tensorrt import held_bytes
+from mtpbuild.runtime.programs.tensorrt_engines import on_device
 from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import trt_ranks

@@ -46,8 +46,8 @@ from mtpbuild.runtime.errors import (
     advise_install,
 )
 from mtpbuild.runtime.programs import tensorrt
-from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 from tests.reference.sampling import check_texts
 from tests.support.checkpoints import SMALLEST, make_model, make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder
