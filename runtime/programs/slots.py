@@ -10,6 +10,7 @@ from mtpbuild.runtime.contract.controls import ALLOWED, GREEDY, HISTORY, StepCon
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
+    NO_VALUE,
     PLAIN,
     Bools,
     Ints,
@@ -21,7 +22,6 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-NO_VALUE = -128  # plugins/int8_rows.py
 JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
 Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view

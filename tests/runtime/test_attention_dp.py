@@ -89,7 +89,7 @@ class Recorded:
 class Alone:
     """A channel to ranks that say nothing."""
 
-    failure, patience = None, 10.0
+    failure, patience, ranks = None, 10.0, RANKS
 
     def __init__(self, rank: int) -> None:
         self.rank, self.leaving = rank, list[Callable[[], None]]()
