@@ -118,8 +118,8 @@ def time_steps(
     engine: Engine, tokens: int, prompt: str | list[int]
 ) -> tuple[list[float], list[float]]:
     """Run one request; return each step's seconds inside the program, and between programs."""
-    timed: Any = TimedPrograms(engine._loop.programs)
-    engine._loop.programs = timed
+    timed: Any = TimedPrograms(engine._loaded.loop.programs)
+    engine._loaded.loop.programs = timed
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)
     list(engine.stream(prompt, params))

@@ -11,14 +11,15 @@ MtpbuildError
 │   ├── MissingWeightsError  a model whose weights are not on this machine
 │   └── DownloadError        a repository that can't be fetched
 ├── BuildError               the build can't be done or was stopped
-└── EngineError              an engine directory that can't be run
+├── MissingDependencyError   packages that are not installed
+└── EngineError              an engine that can't be loaded, or failed
     ├── EngineFormatError    engine.json missing, damaged or of another format version
     ├── EngineFileError      a file that is missing, foreign or changed
-    ├── MissingDependencyError   a package group that is not installed
-    ├── StepError                a program's own run raised: all requests end, the engine may go on
-    ├── NotFiniteError           a request whose logits were NaN or infinite; others go on
-    ├── RequestFailedError       a request that the host's own code failed at; others go on
-    └── RankError            another rank of the engine died or hung
+    └── RunError             a failure of a loaded engine
+        ├── StepError            a program's own run raised: all requests end, the engine may go on
+        ├── NotFiniteError       a request whose logits were NaN or infinite; others go on
+        ├── RequestFailedError   a request that the host's own code failed at; others go on
+        └── RankError            another rank of the engine died or hung
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def take_first_line(error: BaseException) -> str:
 
 def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
-    return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
+    return f"pip install '.[{extras}]' in a clone of mtpbuild, or pip install 'WHEEL[{extras}]'"
 
 
 class MtpbuildError(Exception):
@@ -93,8 +94,12 @@ class BuildError(MtpbuildError):
     """A build that cannot be done or was stopped."""
 
 
+class MissingDependencyError(MtpbuildError):
+    """Packages that are needed and not installed."""
+
+
 class EngineError(MtpbuildError):
-    """An engine directory that cannot be run."""
+    """An engine that cannot be loaded, or that failed."""
 
 
 class EngineFormatError(EngineError):
@@ -105,8 +110,8 @@ class EngineFileError(EngineError):
     """A file of the engine that is missing, foreign or changed."""
 
 
-class MissingDependencyError(EngineError):
-    """A package group that this engine needs and that is not installed."""
+class RunError(EngineError):
+    """A failure of a loaded engine."""
 
 
 @contextlib.contextmanager
@@ -119,17 +124,17 @@ def advise_needing(what: str, extras: str) -> Iterator[None]:
         raise MissingDependencyError(missing) from None
 
 
-class StepError(EngineError):
+class StepError(RunError):
     """An exception from a program's own run; all requests end with it."""
 
 
-class NotFiniteError(EngineError):
+class NotFiniteError(RunError):
     """Logits of a request that are NaN or infinite; other requests go on."""
 
 
-class RequestFailedError(EngineError):
+class RequestFailedError(RunError):
     """An exception from the host's own code for one request; other requests go on."""
 
 
-class RankError(EngineError):
+class RankError(RunError):
     """Another of the processes that share the engine died, hung or disagrees."""

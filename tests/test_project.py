@@ -76,12 +76,10 @@ ONLY_HERE = {
     for name in (
         "group.channel",
         "group.nccl",
-        "group.one_shot",
         "programs.aot_package",
         "programs.inductor",
         "programs.inductor_cpu",
         "programs.inductor_cuda",
-        "programs.inductor_ranks",
         "gpu.torch_cuda",
     )
 }

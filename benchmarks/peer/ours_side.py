@@ -89,7 +89,7 @@ class Ours:
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype != "bfloat16"]
         # This name is not public; `check.py` uses it too.
-        self.loop: Any = self.engine._loop
+        self.loop: Any = self.engine._loaded.loop
         self.watched = self.loop.programs = Watched(self.loop.programs, caches)
 
     def prompt(self, tokens: list[int]) -> None:

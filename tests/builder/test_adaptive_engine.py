@@ -93,7 +93,7 @@ def test_text_is_that_of_plain_decoding(
     mixed = [PLAIN, HOT, replace(HOT, seed=6, draft_sample_method="greedy"), PLAIN]
     warm = Engine.load(folder, threads=1, warm=[HOT])
     with warm as engine, Engine.load(base, threads=1) as without:
-        engine._loop._launcher = Restless(engine.manifest.build.nextn)
+        engine._loaded.loop._launcher = Restless(engine.manifest.build.nextn)
         for prompt, result in zip(prompts, engine.generate(prompts, plain), strict=True):
             assert result.token_ids == greedy(predictable, prompt, COUNT)
         drafting = engine.stats.speculative_decoding

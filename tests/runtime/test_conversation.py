@@ -313,6 +313,6 @@ def test_a_failed_answer_and_a_failed_engine() -> None:
     assert "out of memory" in talk("hello")
     talk.programs.fail = None
     assert talk("hello") == ""
-    talk.engine._driver._failure = "it is gone"
+    talk.engine._loaded.driver._failure = "it is gone"
     with pytest.raises(EngineError, match="it is gone"):
         talk("more")
