@@ -18,7 +18,6 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, cut_layers
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
-from mtpbuild.builder.gguf.folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import THIS_MACHINE, Room
@@ -26,6 +25,7 @@ from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, Model, name_model, suggest_instead_of
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
+from mtpbuild.builder.weights.gguf_folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.errors import CheckpointError, DownloadError

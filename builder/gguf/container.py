@@ -102,6 +102,11 @@ class GgufFile:
     def architecture(self) -> str:
         return ascii(str(self.keys.get("general.architecture"))[:99])[1:-1]
 
+    @property
+    def tokenizer(self) -> str:
+        """The name of the way in which texts are split into words."""
+        return str(self.keys.get("tokenizer.ggml.pre"))
+
     def key(self, name: str, default: Any = None, kind: type | None = None) -> Any:
         """Return a key of the architecture; raise CheckpointError if it is missing or unusable.
 

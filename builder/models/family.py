@@ -15,6 +15,7 @@ from mtpbuild.runtime.contract.state import StateSpec, name_layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.gguf.tensors import Architecture
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.plain import PlainLM
     from mtpbuild.builder.models.common.weight import Share, Weight
@@ -79,6 +80,8 @@ class Family:
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], PlainLM]"
+    # The architectures of GGUF files that it reads.
+    gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     # Sizes of a cache row's parts, repeated up to its width. In int8 caches no scale spans two
     # parts. (): no int8 caches.

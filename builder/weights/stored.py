@@ -23,7 +23,7 @@ from mtpbuild.builder.formats import (
     find_stored_format,
     refuse_out_of_range,
 )
-from mtpbuild.builder.gguf.folder import explain_joining
+from mtpbuild.builder.gguf.choice import explain_joining
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config

@@ -21,4 +21,5 @@ FAMILY = Family(
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseek"),
     attention=Attends.LATENT,
     products=r"(self_attn|mlp)\..*_proj(_with_mqa)?",
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -23,4 +23,5 @@ FAMILY = replace(
     attention=Attends.CHOSEN,
     # Of the indexer all products but `weights_proj`, which weighs its heads.
     products=r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)",
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -19,4 +19,5 @@ FAMILY = Family(
     split_sizes=config.split_sizes,
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainGlm4Moe"),
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -33,4 +33,5 @@ FAMILY = Family(
     products=r"(self_attn|mlp)\..*_proj|linear_attn\.(in_proj_(qkvz?|z)|out_proj)",
     own_kinds={"linear_attn": "delta rules"},
     join="fc",
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )
