@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from rich.table import Table
-
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.graph.pipelines import CPU
@@ -38,7 +36,7 @@ from mtpbuild.lab.forecast.forecast import (
 from mtpbuild.lab.forecast.machines import UNKNOWN
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
 from mtpbuild.lab.measure.host import measure_bandwidth
-from mtpbuild.lab.show.tables import print_lines
+from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.prefix_cache.cache import SHARE
@@ -63,6 +61,11 @@ class CpuEngine:
     too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
     lacking: int  # bytes of disk space that are missing
     context: int
+
+    @property
+    def name(self) -> str:
+        """The value of --weights."""
+        return self.weights or AS_STORED
 
     @property
     def fits(self) -> bool:
@@ -213,7 +216,7 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
         "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
-                "weights": engine.weights or AS_STORED,
+                "weights": engine.name,
                 "engine_bytes": engine.bytes,
                 "memory_bytes": engine.memory,
                 "bytes_per_step": engine.reads,
@@ -229,42 +232,58 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
 
 def print_cpu_forecast(f: CpuForecast) -> None:
     """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
-    available = format_size(f.machine.available)
+    request, machine, nextn = f.request, f.machine, f.request.nextn[-1]
     print_lines(
-        f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
-        f"{available} available",
-        _make_checkpoint_table(f),
-        _format_download_line(f),
-        _make_engines_table(f),
-        fold=False,
+        f"{f.name} on this machine's CPU: memory {format_size(machine.memory)}, of it "
+        f"{format_size(machine.available)} available"
     )
-    _print_room(f)
-    _print_reads(f)
-
-
-def _make_checkpoint_table(f: CpuForecast) -> Table:
-    table = Table("checkpoint", "parameters", "size")
-    for name, portion in f.portions.items():
-        if portion.parameters:
-            parameters = f"{portion.parameters / 1e9:.4g} B"
-            table.add_row(name, parameters, format_size(portion.bytes))
-    return table
-
-
-def _format_download_line(f: CpuForecast) -> str:
-    if not f.download:
-        return "download: nothing"
-    free = format_size(f.machine.downloads.free)
-    return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
-
-
-def _make_engines_table(f: CpuForecast) -> Table:
-    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits", "context")
-    for engine in f.engines:
-        sizes = map(format_size, (engine.bytes, engine.memory[-1]))
-        name, context = engine.weights or AS_STORED, f"{engine.context:,}"
-        table.add_row(name, *sizes, describe_fit(engine), context)
-    return table
+    parts = [
+        (name, f"{portion.parameters / 1e9:.4g} B", format_size(portion.bytes))
+        for name, portion in f.portions.items()
+        if portion.parameters
+    ]
+    print_table([("checkpoint", "parameters", "size"), *parts])
+    free = f"{format_size(machine.downloads.free)} free there"
+    place = f"{format_size(f.download)} to {cache_folder()}, {free}"
+    print_lines(f"download: {place if f.download else 'nothing'}")
+    head = ("--weights", "engine", f"memory, nextn {nextn}", "fits", "context")
+    rows = [
+        (
+            engine.name,
+            format_size(engine.bytes),
+            format_size(engine.memory[-1]),
+            describe_fit(engine),
+            f"{engine.context:,}",
+        )
+        for engine in f.engines
+    ]
+    print_table([head, *rows], texts=("fits",))
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    print_lines(
+        f"memory: {MAPPED:g} times the engine, as measured (docs/plan.md), and caches: "
+        f"{f.model.cache_bytes(nextn, request.cache_dtype):,} bytes per token "
+        f"({request.cache_dtype}), {format_size(count_cache_bytes(request, f.model, nextn))} for "
+        f"--max-batch {request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` "
+        f"keeps rows of ended requests besides, in at most 1/{SHARE} of what is then free "
+        "(--prefix-cache-bytes)",
+        f"disk of this folder: {format_size(machine.engines.free)} free{shared}",
+    )
+    columns = [str(nextn) for nextn in request.nextn]
+    reads = [(e.name, *(f"{bytes / 1e9:.3f}" for bytes in e.reads)) for e in f.engines]
+    print_table([("GB per step", *columns), *reads])
+    print_lines(
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely"
+    )
+    speeds = [(e.name, *map(format_speed, f.speeds(e))) for e in f.engines]
+    print_table([("tokens/s, most", *columns), *speeds])
+    measured = "given" if request.bandwidth else "measured now, all cores"
+    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
+    print_lines(
+        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
+        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
+        f"their part. Acceptance lengths: {lengths}"
+    )
 
 
 def describe_fit(engine: CpuEngine) -> str:
@@ -273,40 +292,6 @@ def describe_fit(engine: CpuEngine) -> str:
     return f"no, lacks {missing}" if missing else "yes"
 
 
-def _print_room(f: CpuForecast) -> None:
-    request, most = f.request, f.request.nextn[-1]
-    row = f.model.cache_bytes(most, request.cache_dtype)
-    shared = ", of which the download takes its part" if f.shares_disk else ""
-    print_lines(
-        f"memory: {MAPPED:g} times the engine, as "
-        f"measured (docs/plan.md), and caches: {row:,} bytes per token ({request.cache_dtype}), "
-        f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
-        f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
-        f"of ended requests besides, in at most 1/{SHARE} of what is then free "
-        "(--prefix-cache-bytes)",
-        f"disk of this folder: {format_size(f.machine.engines.free)} free{shared}",
-    )
-
-
-def _print_reads(f: CpuForecast) -> None:
-    request = f.request
-    read, speed = (
-        Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
-    )
-    for engine in f.engines:
-        name = engine.weights or AS_STORED
-        speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
-        read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
-        speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
-    measured = "given" if request.bandwidth else "measured now, all cores"
-    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
-    print_lines(
-        read,
-        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
-        "routed experts: those that the tokens choose, if all are equally likely",
-        speed,
-        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
-        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
-        f"their part. Acceptance lengths: {lengths}",
-        fold=False,
-    )
+def format_speed(tokens_per_s: float | None) -> str:
+    """Return a speed of three digits; a dash if there is none."""
+    return "-" if tokens_per_s is None else f"{float(f'{tokens_per_s:.3g}'):,g}"

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
@@ -21,7 +19,7 @@ from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
 from mtpbuild.lab.measure.runs import reload_engine
-from mtpbuild.lab.show.tables import print_lines
+from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.lab.verify.checks import (
     CHECKS,
     VerifyCase,
@@ -202,14 +200,15 @@ def summarise_checks(verification: Verification) -> str:
 
 
 def print_verification(verification: Verification) -> None:
+    """Print a line per check, and the summary."""
     build = verification.manifest.build
     against = f", against {verification.against}" if verification.against else ""
     drafter = f", {build.drafter}" if build.drafter else ""
     model = f"{verification.manifest.model.name}, nextn {build.nextn}"
     print_lines(f"{verification.folder}: {model}{drafter}{against}", style="bold")
-    table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name, check in verification.checks.items():
-        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        table.add_row(name, verdict, escape(check.detail))
-    print_lines(table)
+    rows = [
+        (name, Text(finding.verdict, STYLES[finding.verdict]), finding.detail)
+        for name, finding in verification.checks.items()
+    ]
+    print_table([("check", "verdict", "found"), *rows], texts=("verdict", "found"))
     print_lines(summarise_checks(verification), style="bold")

@@ -413,5 +413,5 @@ def test_real_engines(smallest: Path, lines_file: Path) -> None:
     [report] = bench(BenchRequest(request, dataset, threads=1, out=Path("out")))
     assert [r.overall["same_output_as_nextn_0"] for r in report.rows] == [2, 2]
     assert report.rows[1].overall["spec_decode_draft_tokens"] > 0
-    assert len(report.measured[1].verify) == len(report.measured[1].steps)
+    assert report.rows[1].overall["verify_step_ms"] > 0
     assert (Path("out") / "bench.png").exists()

@@ -238,7 +238,7 @@ def test_tables(smallest: Path) -> None:
     code, out, err = invoke("plan", "--model", "glm-4.7-flash", "--cpu", "--nextn", "0..2")
     assert (code, err) == (0, "")
     assert "download: 62.44 GB to " in out
-    assert all(f" {name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
+    assert all(f"\n{name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
     assert "110,592 bytes per token (float32)" in out  # 48 x 576 x 4
     assert "of memory" in out
     code, out, err = invoke("plan", "--model", smallest, "--cpu")
