@@ -95,9 +95,10 @@ class CpuForecast:
 
         None: the engine does not fit.
         """
-        pairs = zip(self.request.nextn, engine.reads, strict=True)
-        found = [self.lengths[nextn] * self.bandwidth / bytes for nextn, bytes in pairs]
-        return [speed if engine.fits else None for speed in found]
+        return [
+            self.lengths[nextn] * self.bandwidth / bytes if engine.fits else None
+            for nextn, bytes in zip(self.request.nextn, engine.reads, strict=True)
+        ]
 
     @property
     def shares_disk(self) -> bool:
@@ -119,7 +120,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     engines = [
         forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
-        if request.cache_dtype == CACHES[0] or any(each.format in FORMATS for each in model.classes)
+        if request.cache_dtype == CACHES[0] or any(c.format in FORMATS for c in model.classes)
     ]
     return CpuForecast(
         request=request,
@@ -138,19 +139,22 @@ def needs_download(request: ForecastRequest) -> bool:
     model = name_model(request.model)
     if request.checkpoint is not None and not has_weights(request.checkpoint):
         return True
-    given = request.checkpoint is not None or model.repository is None
-    return not given and model.find_weights() is None
+    return (
+        request.checkpoint is None and model.repository is not None and model.find_weights() is None
+    )
 
 
 def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
     config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
-    found = count_engine_classes(config, format_of, style)
+    classes = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:
-        for weights in found:  # with few experts a CPU computes all: count them like other weights
+        for (
+            weights
+        ) in classes:  # with few experts a CPU computes all: count them like other weights
             weights.name = weights.name.replace("experts", "computed experts")
-    return CostModel(config, found, ALONE, UNKNOWN)
+    return CostModel(config, classes, ALONE, UNKNOWN)
 
 
 def forecast_engine(
@@ -166,10 +170,10 @@ def forecast_engine(
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
-    limit, most = model.config.max_position_embeddings, max(request.nextn)
+    limit, max_nextn = model.config.max_position_embeddings, max(request.nextn)
 
     def state_bytes(context: int) -> int:
-        return count_cache_bytes(replace(request, max_seq_len=context), model, most)
+        return count_cache_bytes(replace(request, max_seq_len=context), model, max_nextn)
 
     context = choose_context(limit, machine.memory, file, state_bytes)
     lacking = machine.lacking(download, file)

@@ -58,7 +58,7 @@ class Verification:
 
     @property
     def failed(self) -> list[str]:
-        return [name for name, found in self.checks.items() if found.passed is False]
+        return [name for name, finding in self.checks.items() if finding.passed is False]
 
 
 def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
@@ -114,17 +114,17 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
     params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
     if request.prompts is not None:
-        found = read_requests(request.prompts, engine, params, flag=flag)
+        requests = read_requests(request.prompts, engine, params, flag=flag)
     elif engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise UsageError(
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
         files = map(find_built_in, BUILT_IN)
-        found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
-    longest = max(len(request.token_ids) for request in found)
+        requests = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
+    longest = max(len(request.token_ids) for request in requests)
     check_room(engine, longest, request.output_len, hint=": see --output-len")
-    return [request.token_ids for request in found]
+    return [request.token_ids for request in requests]
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
@@ -193,7 +193,7 @@ def summarise_checks(verification: Verification) -> str:
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"
-    counts = [found.verdict for found in verification.checks.values()]
+    counts = [finding.verdict for finding in verification.checks.values()]
     skipped = counts.count("not checked")
     more = f", {skipped} not checked" if skipped else ""
     return f"passed: {counts.count('passed')} checks{more}"
