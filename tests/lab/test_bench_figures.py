@@ -22,7 +22,6 @@ from mtpbuild.lab.bench.report import (
     list_pictures,
     list_rows,
     make_bench_json,
-    plot_speedups,
     plot_steps,
     print_benchmark,
 )
@@ -209,13 +208,6 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"fake, {kind}: " in everything for kind in ("code", "talk", "all"))
     assert "2 threads" in everything
     assert recommend_nextn(report.rows)[1].split(";")[0] in everything
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    plot_speedups(made_by_hand()).draw(tmp_path / "x.png")
-    data = (tmp_path / "x.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
 
 
 def test_without_matplotlib_there_are_figures_and_no_picture(

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.measure import read_grid
 from mtpbuild.lab.eval.evaluate import EvalRequest, choose_settings
 from mtpbuild.lab.eval.problems import (
@@ -36,7 +34,7 @@ from tests.support.bench_samples import fake_engine, graded_answers, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
 from tests.support.invoke import invoke as command
-from tests.support.invoke import refusal
+from tests.support.invoke import options, refusal
 from tests.support.registry import programs_by
 
 THINK, CLOSE = THINKING
@@ -294,9 +292,8 @@ def test_errors_are_one_line(flags: str, code: int, says: str, here: Path) -> No
 
 
 def test_frozen_flags() -> None:
-    command = typer.main.get_command(app).commands["eval"]  # type: ignore[attr-defined]
-    found = {flag for option in command.params for flag in option.opts}
-    found = {flag for option in command.params for flag in option.opts}
-    assert found >= {"--engine", "--json", "--no-cuda-graphs", "--num-problems", "--out"}
-    assert found >= {"--provider", "--relaxed-delta", "--relaxed-topk", "--task", "--threads"}
-    assert "--use-relaxed-acceptance-for-thinking" in found
+    assert {*options("eval")} >= {
+        *("--engine", "--json", "--no-cuda-graphs", "--num-problems", "--out", "--provider"),
+        *("--relaxed-delta", "--relaxed-topk", "--task", "--threads"),
+        "--use-relaxed-acceptance-for-thinking",
+    }
