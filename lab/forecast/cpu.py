@@ -31,10 +31,11 @@ from mtpbuild.lab.forecast.forecast import (
     ByNextn,
     ForecastRequest,
     choose_acceptance_lengths,
+    make_load_json,
     resolve_request,
 )
 from mtpbuild.lab.forecast.machines import UNKNOWN
-from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
+from mtpbuild.lab.forecast.step import CostModel, StepLoad
 from mtpbuild.lab.measure.host import measure_bandwidth
 from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.runtime.errors import UsageError
@@ -196,24 +197,17 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
     docs/plan.md explains each key.
     """
     request, model, machine = f.request, f.model, f.machine
-    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
     return {
         "model": f.name,
         "target": "onnxruntime",
-        "max_batch": request.max_batch,
-        "max_seq_len": request.max_seq_len,
-        "context_len": request.context_len,
-        "cache_dtype": request.cache_dtype,
+        **make_load_json(request, model, f.lengths),
         "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
         "checkpoint_bytes": f.checkpoint_bytes,
         "download_bytes": f.download,
         "memory_bytes": machine.memory,
         "memory_available_bytes": machine.available,
         "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
-        "nextn": list(request.nextn),
-        "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
         "bandwidth_bytes_per_s": f.bandwidth,
-        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
         "kv_bytes_per_token": [
             model.cache_bytes(nextn, request.cache_dtype) for nextn in request.nextn
         ],

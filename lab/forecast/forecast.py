@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.flags import PlanFlags
@@ -22,13 +23,13 @@ from mtpbuild.builder.plan.weight_classes import (
 )
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.lab.forecast.machines import find_gpu
-from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart
+from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart, count_distinct_experts
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 ByNextn = Mapping[int, float]
 USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
-CACHES = ("bfloat16", "float32")  # of the targets for GPUs; auto: the first
+GPU_CACHES = ("bfloat16", "float32")  # of the targets for GPUs; auto: the first
 RESERVED = 0.08  # share of a GPU's memory for driver, kernels, communication buffers, graphs
 # TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
 PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
@@ -187,7 +188,7 @@ class Forecast:
 def forecast(request: ForecastRequest) -> Forecast:
     """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
-    request, layout = resolve_request(request, CACHES)
+    request, layout = resolve_request(request, GPU_CACHES)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
@@ -257,6 +258,17 @@ def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
         if not 1 <= length <= nextn + 1:
             raise UsageError(f"--acceptance {length:g}: nextn {nextn} gives 1..{nextn + 1} tokens")
     return dict(zip(request.nextn, lengths, strict=True))
+
+
+def make_load_json(request: ForecastRequest, model: CostModel, lengths: ByNextn) -> dict[str, Any]:
+    """Make the fields that plans for CPUs and for GPUs share: the load, and lists over nextn."""
+    names = ("max_batch", "max_seq_len", "context_len", "cache_dtype")
+    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    return {name: getattr(request, name) for name in names} | {
+        "nextn": list(request.nextn),
+        "acceptance_lengths": [lengths[nextn] for nextn in request.nextn],
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
+    }
 
 
 def fit_measured(

@@ -8,8 +8,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
-from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast
-from mtpbuild.lab.forecast.step import count_distinct_experts
+from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, make_load_json
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
 from mtpbuild.lab.show.tables import Row, print_lines, print_table
 from mtpbuild.runtime.files import format_size
@@ -28,15 +27,11 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
     docs/plan.md explains each key.
     """
     request, model = f.request, f.model
-    tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
     return {
         "model": f.name,
         "gpu": model.gpu.name,
         **asdict(request.ranks),
-        "max_batch": request.max_batch,
-        "max_seq_len": request.max_seq_len,
-        "context_len": request.context_len,
-        "cache_dtype": request.cache_dtype,
+        **make_load_json(request, model, {step.nextn: step.acceptance for step in f.steps}),
         "checkpoint_bytes": f.checkpoint_bytes,
         "weights_bytes_per_rank": round(f.weight_bytes),
         "tensorrt_weights_bytes_per_rank": round(f.tensorrt_bytes),
@@ -58,9 +53,6 @@ def make_plan_json(f: Forecast) -> dict[str, Any]:
         "kv_tokens_per_rank": f.cache_tokens,
         "kv_tokens_needed_per_rank": f.needed_tokens,
         "fits": f.fits,
-        "nextn": [step.nextn for step in f.steps],
-        "acceptance_lengths": [step.acceptance for step in f.steps],
-        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
         "parts": [[asdict(part) for part in step.parts] for step in f.steps],
         "bytes_per_step": [step.bytes for step in f.steps],
         "operations_per_step": [step.operations for step in f.steps],
