@@ -73,8 +73,8 @@ def bench(
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.targets.choice import choose_target
-    from mtpbuild.lab.bench.bench import BenchRequest, bench, list_pictures
-    from mtpbuild.lab.bench.report import print_benchmarks
+    from mtpbuild.lab.bench.bench import BenchRequest, bench
+    from mtpbuild.lab.bench.report import list_pictures, print_benchmarks
     from mtpbuild.lab.measure.prompts import OUTPUT_LEN, Dataset
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -123,7 +123,7 @@ def evaluate(
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
     from mtpbuild.lab.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
-    from mtpbuild.lab.eval.report import draw_evaluation, print_evaluation
+    from mtpbuild.lab.eval.report import plot_evaluation, print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
@@ -141,8 +141,8 @@ def evaluate(
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    show, draw = partial(print_evaluation, report), partial(draw_evaluation, report)
-    print_written_results(flags.out / "eval.json", json, show, {"eval": draw})
+    show, picture = partial(print_evaluation, report), plot_evaluation(report)
+    print_written_results(flags.out / "eval.json", json, show, {"eval": picture})
 
 
 def read_grid(
@@ -194,8 +194,8 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.lab.eval.study import draw_study, print_study, study
+    from mtpbuild.lab.eval.study import plot_study, print_study, study
 
-    found = study(traces, out)
-    show, draw = partial(print_study, found), partial(draw_study, found)
-    print_written_results(out / "study.json", json, show, {"study": draw})
+    studies = study(traces, out)
+    show = partial(print_study, studies)
+    print_written_results(out / "study.json", json, show, {"study": plot_study(studies)})

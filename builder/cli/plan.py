@@ -50,7 +50,7 @@ def plan(
     from mtpbuild.builder.compiler.download import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
-    from mtpbuild.lab.forecast.report import draw_forecast, make_plan_json, print_forecast
+    from mtpbuild.lab.forecast.report import make_plan_json, plot_forecast, print_forecast
     from mtpbuild.lab.show.pictures import explain_no_pictures
 
     if picture is not None and (why := explain_no_pictures()):
@@ -75,7 +75,7 @@ def plan(
     done = forecast(request)
     if picture is not None:
         try:
-            draw_forecast(done, picture)
+            plot_forecast(done).draw(picture)
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
     print_result(json, make_plan_json(done), lambda: print_forecast(done))

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
@@ -20,7 +20,7 @@ from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
-    from mtpbuild.lab.show.results import Pictures
+    from mtpbuild.lab.show.pictures import Picture
 
 TargetFlags: Any = make_option_flags(build_options)
 
@@ -97,7 +97,7 @@ class StageLines:
 
 
 def print_written_results(
-    path: Path, json: bool, print_tables: Callable[[], None], pictures: "Pictures"
+    path: Path, json: bool, print_tables: Callable[[], None], pictures: Mapping[str, "Picture"]
 ) -> None:
     """Print the JSON file that was written, or tables; then draw pictures beside the file.
 

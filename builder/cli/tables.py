@@ -5,12 +5,8 @@ import sys
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.table import Column, Table
-
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.builder.weights.scheme import AS_STORED
-from mtpbuild.lab.show.tables import make_names_column, print_lines
+from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
@@ -29,10 +25,8 @@ def print_recipes(json: bool) -> None:
     if json:
         print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
         return
-    table = Table(Column("model", no_wrap=True), Column("in engines/", no_wrap=True), "about")
-    for recipe in load_recipes():
-        table.add_row(recipe.name, f"{recipe.engine}_n<nextn>", recipe.summary)
-    print_lines(table)
+    rows = [(r.name, f"{r.engine}_n<nextn>", r.summary) for r in load_recipes()]
+    print_table([("model", "in engines/", "about"), *rows], texts=("in engines/", "about"))
 
 
 def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) -> None:
@@ -40,7 +34,7 @@ def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) ->
     rows: list[dict[str, Any]] = [
         {
             "model": each.forecast.name,
-            "weights": each.engine.weights or AS_STORED,
+            "weights": each.engine.name,
             "download_bytes": each.forecast.download,
             "engine_bytes": each.engine.bytes,
             "context": each.engine.context,
@@ -51,37 +45,38 @@ def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) ->
     if json:
         print(dumps(rows, indent=1))
         return
-    names = [Column(name, no_wrap=True) for name in ("model", "--weights")]
-    right = ("download", "engine", "context", "tokens/s, most")
-    table = Table(*names, *(Column(name, justify="right", no_wrap=True) for name in right))
-    for row in rows:
-        sizes = [format_size(row[f"{name}_bytes"]) for name in ("download", "engine")]
-        speed = float(f"{row['tokens_per_s']:.3g}")
-        table.add_row(row["model"], row["weights"], *sizes, f"{row['context']:,}", f"{speed:,g}")
+    from mtpbuild.lab.forecast.cpu import format_speed
+
+    head = ("model", "--weights", "download", "engine", "context", "tokens/s, most")
+    cells = [
+        (
+            each.forecast.name,
+            each.engine.name,
+            format_size(each.forecast.download),
+            format_size(each.engine.bytes),
+            f"{each.engine.context:,}",
+            format_speed(each.tokens_per_s),
+        )
+        for each in found
+    ]
+    print_table([head, *cells])
     print_lines(
-        table,
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
-        "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one",
-        fold=False,
+        "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"
     )
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Print the engines with their sizes, and which of their ranks are here."""
-    folders = make_names_column("engine", [str(engine.folder) for engine in engines])
-    drafters = Column("drafter", no_wrap=True)
-    table = Table(folders, "nextn", drafters, "files", "size", "status")
+    rows = [("engine", "nextn", "drafter", "files", "size", "status")]
     for engine in engines:
         build, files = engine.manifest.build, engine.list_file_sizes()
-        table.add_row(
-            str(engine.folder),
-            build.drafts,
-            build.drafter or "-",
-            str(len(files)),
-            f"{sum(files) / 1e6:.1f} MB",
-            "unchanged" if engine.unchanged else "built",
-        )
-    print_lines(table, *{engine.formats: None for engine in engines if engine.formats})
+        status = "unchanged" if engine.unchanged else "built"
+        size = f"{sum(files) / 1e6:.1f} MB"
+        drafter = build.drafter or "-"
+        rows.append((str(engine.folder), build.drafts, drafter, str(len(files)), size, status))
+    print_table(rows, texts=("drafter", "status"))
+    print_lines(*{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
         ranks = list_ranks_here(engine.folder, engine.manifest)
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
@@ -92,24 +87,25 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
 def print_dry_run(done: "DryRun") -> None:
     """Print what was read, then a line per engine."""
     _print_checkpoint(done.model)
-    folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
-    drafters = Column("drafter", no_wrap=True)
-    table = Table(folders, "nextn", drafters, "weights", "state", "build")
+    rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
-        per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
-        table.add_row(
-            str(engine.folder),
-            f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
-            engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
-            f"{engine.state / 1e9:,.3f} GB{per_rank}",
-            "to do" if engine.new else "if changed",
+        plan = engine.plan
+        per_rank = " per rank" if plan.ranks.tp > 1 else ""
+        rows.append(
+            (
+                str(engine.folder),
+                f"0 to {plan.nextn}" if plan.adaptive else str(plan.nextn),
+                plan.drafter or "-",
+                f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
+                f"{engine.state / 1e9:,.3f} GB{per_rank}",
+                "to do" if engine.new else "if changed",
+            )
         )
-    print_lines(table, fold=False)
+    print_table(rows, texts=("drafter", "build"))
     for engine in done.engines:
         _print_graphs(engine)
     for line in done.lacking:
-        print_lines(f"can't be built here: {escape(line)}")  # [group] of packages
+        print_lines(f"can't be built here: {line}")
     print_lines("dry run: nothing was written")
 
 
@@ -164,11 +160,11 @@ def print_stages(stages: "Stages") -> None:
 
 def print_quantized(done: "Quantized") -> None:
     """Print a line per format, then the weights that could not be quantised."""
-    table = Table("format", "weights", "size", "relative error")
+    rows = [("format", "weights", "size", "relative error")]
     for name, portion in done.portions.items():
         error = f"{portion.loss.relative:.2%}" if portion.loss.squares else "-"
-        table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
-    print_lines(table)
+        rows.append((name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error))
+    print_table(rows)
     if done.unfit:
         print_lines(
             f"{len(done.unfit)} weights stay as they are: their columns do not split into blocks "

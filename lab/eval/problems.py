@@ -48,12 +48,12 @@ def load_problems(
     def take(line: ProblemLine, number: int) -> Problem:
         asked = [{"role": "user", "content": line.question}]
         ids = line.token_ids(engine) if line.question is None else line.chat_ids(engine, asked)
-        own = add_seed(params, number)
+        settings = add_seed(params, number)
         if line.output_tokens is not None:
-            own = replace(own, max_tokens=line.output_tokens)
-        check_room(engine, len(ids), own.max_tokens)
+            settings = replace(settings, max_tokens=line.output_tokens)
+        check_room(engine, len(ids), settings.max_tokens)
         name = number if line.task_id is None else line.task_id
-        return Problem(Prompt(line.form or "all", name, ids, own), line.answer.strip())
+        return Problem(Prompt(line.form or "all", name, ids, settings), line.answer.strip())
 
     hint = f"; built in: {', '.join(TASKS)}"
     problems = read_lines(path, f"--task {task}", ProblemLine, take, hint)

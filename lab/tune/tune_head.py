@@ -118,8 +118,8 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     # 2. The model's own answers, some of which only measure.
     with stages("write texts"):
         answers, before = write_texts(request, job.request, stages)
-    ordered = sorted(answers, key=lambda each: len(each.prompt + each.answer))
-    batches = make_batches(each.prompt + each.answer for each in ordered)
+    ordered = sorted(answers, key=lambda answer: len(answer.prompt + answer.answer))
+    batches = make_batches(answer.prompt + answer.answer for answer in ordered)
 
     # 3. The trunk's hidden states over them.
     with stages("hidden states"):
@@ -129,7 +129,7 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     # 4. The training, of the weights as they are stored.
     with stages("train"):
         known = StreamedModel(model.stored, model.config, batches)
-        rows = make_model_batches(known, [len(each.prompt) - 1 for each in ordered], files)
+        rows = make_model_batches(known, [len(answer.prompt) - 1 for answer in ordered], files)
         trainer = Trainer(known, rows, how, request.state, stages.watch)
         weights = trainer.run()
 
@@ -240,15 +240,15 @@ def split_requests(
     A prompt that is held out is not trained on, even if it stands in the file twice.
     """
     params = SamplingParams(max_tokens=request.max_tokens)
-    found = read_requests(request.data, engine, params, FLAG, check=True)
-    for number, each in enumerate(found):
-        check_room(engine, len(each.token_ids), each.params.max_tokens, f"{FLAG} {each.task_id}: ")
-        found[number] = replace(each, params=add_seed(each.params, number))
-    count = request.held_out or max(1, len(found) // 10)
-    places = {i * len(found) // count for i in range(count)}
-    held_out = [found[i] for i in sorted(places)]
-    known = {(*each.token_ids,) for each in held_out}
-    others = [each for each in found if (*each.token_ids,) not in known]
+    requests = read_requests(request.data, engine, params, FLAG, check=True)
+    for number, item in enumerate(requests):
+        check_room(engine, len(item.token_ids), item.params.max_tokens, f"{FLAG} {item.task_id}: ")
+        requests[number] = replace(item, params=add_seed(item.params, number))
+    count = request.held_out or max(1, len(requests) // 10)
+    places = {i * len(requests) // count for i in range(count)}
+    held_out = [requests[i] for i in sorted(places)]
+    known = {(*item.token_ids,) for item in held_out}
+    others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:
         raise UsageError(f"{FLAG} {request.data}: all its prompts are held out: it needs more")
     return others, held_out
@@ -292,8 +292,8 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
     for k in range(1, model.config.num_nextn_predict_layers + 1):
         module = model.plain.module(k)
-        for own, weight in module.state_dict().items():
-            name = f"{model.name_of(module)}.{own}"
+        for part, weight in module.state_dict().items():
+            name = f"{model.name_of(module)}.{part}"
             entries[name] = Entry(find_dtype(name), tuple(weight.shape))
     read = ((n, weights[n] if n in weights else stored.read(n)) for n in entries)
     write_shards(folder, split(entries), read)
@@ -301,5 +301,5 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
 def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:
     """Return how many tokens a step emits; 1 if all answers ended before the first step."""
-    tokens, steps = sum(len(each.answer) for each in answers), sum(each.steps for each in answers)
-    return compute_acceptance_length(tokens, steps) or 1.0
+    tokens = sum(len(answer.answer) for answer in answers)
+    return compute_acceptance_length(tokens, sum(answer.steps for answer in answers)) or 1.0

@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
@@ -21,7 +19,7 @@ from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
 from mtpbuild.lab.measure.runs import reload_engine
-from mtpbuild.lab.show.tables import print_lines
+from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.lab.verify.checks import (
     CHECKS,
     VerifyCase,
@@ -60,7 +58,7 @@ class Verification:
 
     @property
     def failed(self) -> list[str]:
-        return [name for name, found in self.checks.items() if found.passed is False]
+        return [name for name, finding in self.checks.items() if finding.passed is False]
 
 
 def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
@@ -116,17 +114,17 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
     params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
     if request.prompts is not None:
-        found = read_requests(request.prompts, engine, params, flag=flag)
+        requests = read_requests(request.prompts, engine, params, flag=flag)
     elif engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise UsageError(
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
         files = map(find_built_in, BUILT_IN)
-        found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
-    longest = max(len(request.token_ids) for request in found)
+        requests = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
+    longest = max(len(request.token_ids) for request in requests)
     check_room(engine, longest, request.output_len, hint=": see --output-len")
-    return [request.token_ids for request in found]
+    return [request.token_ids for request in requests]
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
@@ -195,21 +193,22 @@ def summarise_checks(verification: Verification) -> str:
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"
-    counts = [found.verdict for found in verification.checks.values()]
+    counts = [finding.verdict for finding in verification.checks.values()]
     skipped = counts.count("not checked")
     more = f", {skipped} not checked" if skipped else ""
     return f"passed: {counts.count('passed')} checks{more}"
 
 
 def print_verification(verification: Verification) -> None:
+    """Print a line per check, and the summary."""
     build = verification.manifest.build
     against = f", against {verification.against}" if verification.against else ""
     drafter = f", {build.drafter}" if build.drafter else ""
     model = f"{verification.manifest.model.name}, nextn {build.nextn}"
     print_lines(f"{verification.folder}: {model}{drafter}{against}", style="bold")
-    table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name, check in verification.checks.items():
-        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        table.add_row(name, verdict, escape(check.detail))
-    print_lines(table)
+    rows = [
+        (name, Text(finding.verdict, STYLES[finding.verdict]), finding.detail)
+        for name, finding in verification.checks.items()
+    ]
+    print_table([("check", "verdict", "found"), *rows], texts=("verdict", "found"))
     print_lines(summarise_checks(verification), style="bold")

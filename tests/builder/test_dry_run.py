@@ -201,7 +201,7 @@ def test_names_are_whole_on_a_narrow_terminal(
     flags = ("--nextn", "0,1", "--out", "engines/set_of_r1", "--dry-run")
     asked = ["build", "--model", str(smallest), *flags]
     done = CliRunner().invoke(app, asked, env={"COLUMNS": "80"})
-    assert all(f" engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
+    assert all(f"engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
     assert " mtp-vanilla " in done.stdout
 
 

@@ -189,6 +189,7 @@ def test_models_without_modules() -> None:
 
 
 def test_this_machine(tmp_path: Path) -> None:
+    assert 1e8 < measure_bandwidth(passes=1) < 1e13
     found = measure_machine()
     assert 0 < found.available <= found.memory <= psutil.virtual_memory().total
     assert find_disk(tmp_path / "not" / "there").device == find_disk(tmp_path).device
@@ -238,7 +239,7 @@ def test_tables(smallest: Path) -> None:
     code, out, err = invoke("plan", "--model", "glm-4.7-flash", "--cpu", "--nextn", "0..2")
     assert (code, err) == (0, "")
     assert "download: 62.44 GB to " in out
-    assert all(f" {name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
+    assert all(f"\n{name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
     assert "110,592 bytes per token (float32)" in out  # 48 x 576 x 4
     assert "of memory" in out
     code, out, err = invoke("plan", "--model", smallest, "--cpu")
@@ -259,10 +260,6 @@ def test_speed_follows_from_bytes_and_bandwidth() -> None:
     code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", *flags)
     assert (code, err) == (0, "")
     assert "at 20 GB/s (given)" in out
-
-
-def test_the_bandwidth_of_memory_is_measured() -> None:
-    assert 1e8 < measure_bandwidth(passes=1) < 1e13
 
 
 @pytest.mark.full
