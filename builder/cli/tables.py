@@ -112,7 +112,7 @@ def print_dry_run(done: "DryRun") -> None:
 def _print_checkpoint(model: "OpenedModel") -> None:
     """Print a checkpoint's size, and what an engine would change of its weights."""
     from mtpbuild.builder.compiler.notes import describe_formats
-    from mtpbuild.builder.program.opened_model import count_words
+    from mtpbuild.builder.program.opened_model import describe_counts
 
     files = [entry.file for entry in model.stored.tensors.values()]
     print_lines(
@@ -125,9 +125,9 @@ def _print_checkpoint(model: "OpenedModel") -> None:
         print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")
     if model.unfit:
         print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
-    if counts := count_words(model.dequantised().elements()):
+    if counts := describe_counts(model.dequantised().elements()):
         print_lines(f"{counts} would be dequantised to {model.style.dtype}")
-    if counts := count_words(model.rounded().values()):
+    if counts := describe_counts(model.rounded().values()):
         print_lines(f"{counts} would be rounded to {model.style.rounds_to}")
 
 

@@ -17,7 +17,7 @@ from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -77,7 +77,7 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
     weights = checkpoint.check(config).stored
     for copy, original in find_family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
-            weights.setdefault(copy, Stored(copy, weights[original].shape))
+            weights.setdefault(copy, StoredTensor(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
     if why := explain_small_disk(request.out, sum(e.nbytes for e in new.tensors.values())):
         raise BuildError(f"{request.model}: {why}")

@@ -96,8 +96,8 @@ class TensorRt(Target):
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
             for weights in (
-                model.model.find_kernel_weights(),
-                model.model.step_weights(few_tokens=has_few_tokens(plan)),
+                model.model.weights_read_by_kernels(),
+                model.model.weights_read_by_step_kernels(few_tokens=has_few_tokens(plan)),
             )
         )
         total = super().held_bytes(model, plan)

@@ -150,7 +150,7 @@ class Trainer:
         if how.lora is None:
             return
         for name, part in products.items():
-            if family.may_be_quantised(c, name) is not None or family.joins(c, name):
+            if family.may_be_quantised(c, name) is not None or family.is_module_input_proj(c, name):
                 low = LowRank(part.weight, how.lora)
                 parametrize.register_parametrization(part, "weight", low)
 

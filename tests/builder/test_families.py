@@ -290,13 +290,13 @@ def first_embedding_zeroed(model: CausalLM) -> None:
     """vLLM does so, where tokens are shifted and positions are not (its issue #33299)."""
 
     def plant(module: MTPModule) -> None:
-        join = module.join
+        join = module.combine_inputs
 
         def wrong(embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
             first = rows.positions[..., None] == 0
             return join(embedding.masked_fill(first, 0.0), hidden, rows)
 
-        module.join = wrong  # type: ignore[method-assign]
+        module.combine_inputs = wrong  # type: ignore[method-assign]
 
     for module in model.mtp:
         assert isinstance(module, MTPModule)
@@ -419,8 +419,8 @@ NEXTN = "num_nextn_predict_layers"
 @pytest.mark.parametrize(
     ("name", "stripped", "says"),
     [
-        ("glm-air", "model.layers.2.", f"{NEXTN} 1, but MTP layer model.layers.2 was stripped"),
-        ("mimo", "model.mtp_layers.", f"{NEXTN} 1, but MTP layer model.mtp_layers.0 was stripped"),
+        ("glm-air", "model.layers.2.", f"{NEXTN} 1, but MTP layer model.layers.2 is missing"),
+        ("mimo", "model.mtp_layers.", f"{NEXTN} 1, but MTP layer model.mtp_layers.0 is missing"),
         ("qwen3.5", "mtp.", "mtp_num_hidden_layers 1, but MTP layer mtp.layers.0"),
     ],
 )

@@ -98,7 +98,7 @@ def test_what_is_wrong_is_told_by_the_header(
     whole = write_gguf(folder / "a-whole.gguf", c, tensors, usual_type).read_bytes()
     (folder / "a-other.gguf").write_bytes(b"GGML" + whole[4:])
     for tag, says in {
-        "stripped": "MTP layer mtp.layers.0 was stripped",
+        "stripped": "MTP layer mtp.layers.0 is missing",
         "partial": "missing tensor model.layers.3.self_attn.o_proj.weight",
         "other": "x/y/a-other.gguf: not a GGUF file: it does not begin with GGUF",
     }.items():

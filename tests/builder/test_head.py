@@ -199,7 +199,7 @@ def test_an_absent_file_of_the_head(model: str, smallest: Path, tmp_path: Path) 
     index = {"weight_map": names, "metadata": {"total_size": 10**6}}
     (folder / INDEX).write_text(json.dumps(index))
     assert opened(folder, 0, tmp_path / "n0").config.num_nextn_predict_layers == 0
-    with pytest.raises(CheckpointError, match=r"was stripped .*: build with --nextn 0, or join"):
+    with pytest.raises(CheckpointError, match=r"is missing .*: build with --nextn 0, or join"):
         opened(folder, 1, tmp_path / "n1")
     save_file(head, folder / "mtp.safetensors")
     assert opened(folder, 1, tmp_path / "n1").config.num_nextn_predict_layers == 1

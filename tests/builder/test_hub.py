@@ -330,7 +330,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "dtype": (lambda t: t.update({NORM: t[NORM].double()}), f"tensor {NORM} is F64; supported: B"),
     "head": (
         lambda t: [t.pop(name) for name in [*t] if ".layers.1." in name],
-        "num_nextn_predict_layers 1, but MTP layer model.layers.1 was stripped",
+        "num_nextn_predict_layers 1, but MTP layer model.layers.1 is missing",
     ),
 }
 

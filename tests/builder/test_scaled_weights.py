@@ -97,7 +97,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, {name_layer_rows(i): caches[i] for i in range(2)}, rows)
     module: Any = model.mtp[0]
-    drafted, _ = module(module.join(model.embed(tokens), hidden, rows), caches[2], rows)
+    drafted, _ = module(module.combine_inputs(model.embed(tokens), hidden, rows), caches[2], rows)
     return [model.logits(hidden), model.logits(module.norm(drafted))]
 
 

@@ -186,7 +186,7 @@ def test_attention_dp_splits_requests() -> None:
 
 
 def test_a_folder_is_read(smallest: Path) -> None:
-    """Stored sizes come from the files: here fp32."""
+    """StoredTensor sizes come from the files: here fp32."""
     found = forecast(ForecastRequest(str(smallest), (0, 1)))
     from safetensors.torch import load_file
 
