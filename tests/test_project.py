@@ -66,7 +66,7 @@ ONLY_HERE = {
     **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("architectures", "container", "mapped")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.lab.eval.study": {"numpy"},
-    "mtpbuild.builder.targets.exact": {"numpy"},
+    "mtpbuild.builder.targets.onnxruntime.exact": {"numpy"},
     "mtpbuild.runtime.engine.metrics": {"prometheus_client"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
     "mtpbuild.runtime.cli.chat_terminal": {"prompt_toolkit", "rich"},
