@@ -67,7 +67,7 @@ ONLY_HERE = {
     **{f"mtpbuild.builder.models.{n}.gguf": {"numpy"} for n in ("deepseek_v3", "qwen3_5")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.lab.eval.study": {"numpy"},
-    "mtpbuild.builder.targets.exact": {"numpy"},
+    "mtpbuild.builder.targets.onnxruntime.exact": {"numpy"},
     "mtpbuild.runtime.engine.metrics": {"prometheus_client"},
     "mtpbuild.runtime.programs.mapped_weights": {"safetensors"},
     "mtpbuild.runtime.cli.chat_terminal": {"prompt_toolkit", "rich"},

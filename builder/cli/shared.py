@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtpbuild.builder.targets import build_options
+from mtpbuild.builder.targets import load_flags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.configuration.settings import Given
 from mtpbuild.runtime.contract.target_options import make_option_flags
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
     from mtpbuild.lab.show.pictures import Picture
 
-TargetFlags: Any = make_option_flags(build_options)
+TargetFlags: Any = make_option_flags(load_flags)
 
 
 @dataclass(frozen=True, kw_only=True)

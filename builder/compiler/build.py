@@ -126,7 +126,7 @@ def build_engine(
             calibrate_weights(job, weights, stages)
         with stages("write weights"):
             # onnx refuses links, so weights that programs embed get a file of their own.
-            siblings = None if target.embeds_weights(plan.options) else out.parent
+            siblings = None if plan.style.embeds_weights else out.parent
             places = write_weights(weights, staged, folders, siblings)
 
         # 5. One graph per program: step program -> torch.export -> target.
@@ -137,7 +137,7 @@ def build_engine(
         # 6. The directory: tokenizer, manifests with hashes, one rename.
         with stages("package"):
             for folder in folders.values():
-                if not target.keeps_weights(folder, plan.options):
+                if not target.keeps_weights_file(folder, plan):
                     (folder / WEIGHTS).unlink()
             copy_side_files(job.source.folder, staged.folder, request.chat_template)
             write_draft_ids(plan.draft_ids, staged.folder)
@@ -172,7 +172,7 @@ def explain_inexact(
 ) -> str | None:
     """Return why these programs are not exact, None if they are; with --exact, raise BuildError."""
     files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
-    inexact = job.target.inexact(files)
+    inexact = job.target.explain_inexact(files)
     if job.request.exact and inexact:
         raise BuildError(f"--exact: {out.name}: {inexact}")
     return inexact
@@ -232,7 +232,7 @@ def compile_programs(
     from mtpbuild.builder.program.programs import make_programs
 
     plan, target = job.plans[out], job.target
-    shared = plan.ranks.tp == 1 or target.ranks_share_programs
+    shared = plan.ranks.tp == 1 or plan.style.ranks_share_programs
     if shared and not job.request.force:
         built = layout.find_intact_rank(out, job.fingerprints[out])
         if built is not None:

@@ -48,7 +48,8 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     with stages("load compiler"), job.target.importing():
         from mtpbuild.builder.compiler import weightless
 
-        lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
+        missing = map(job.target.list_missing, job.plans.values())
+        lacking = dict.fromkeys(chain.from_iterable(missing))
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
         # Ranks of one expert group have equal shapes; the first `ep` ranks are in different groups.
@@ -56,7 +57,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     if why := job.explain_small_disk(model):
         lacking[why] = None
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
-    held = {out: job.target.held_bytes(model, plan) for out, plan in job.plans.items()}
+    held = {out: job.target.count_loaded_weights(model, plan) for out, plan in job.plans.items()}
     with stages("export"):
         graphs = weightless.export(model, job.plans.values(), job.target.trace, stages.watch)
     engines = []

@@ -87,8 +87,7 @@ def fingerprint(
     checkpoint: its `hash_files`. The result is the same on every machine, so it tells whether ranks
     that were built on different machines belong together.
     """
-    modules = [type(target).__module__, getattr(target, "lowering", "")]
-    modules += [type(plan.config).__module__, *plan.style.pipeline.modules]
+    modules = [type(target).__module__, type(plan.config).__module__, *plan.style.pipeline.modules]
     if plan.calibrated is not None:
         modules.append(f"{PACKAGE}.builder.weights.calibration")
     if plan.drafter is not None:
@@ -96,12 +95,12 @@ def fingerprint(
     inputs = {
         "checkpoint": dict(checkpoint),
         "plan": asdict(plan),
-        "target": target.name,
+        "target": {"name": target.name, **asdict(target)},
         "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
         "states": [spec.model_dump() for spec in make_state_specs(plan)],
-        "sources": hash_of_code(*filter(None, modules)),
+        "sources": hash_of_code(*modules),
         "versions": {name: _find_version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()

@@ -113,8 +113,8 @@ class Job:
         shared = apart = there = 0
         for out, plan in self.plans.items():
             count, target = len(self.lacking(out)), self.target
-            if target.embeds_weights(plan.options):
-                apart += count * (weights + target.held_bytes(model, plan))
+            if plan.style.embeds_weights:
+                apart += count * (weights + target.count_loaded_weights(model, plan))
             else:
                 shared = max(shared, count * weights)
             there += count_staged_bytes(out, self.request.rank) if count else 0

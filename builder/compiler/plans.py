@@ -3,7 +3,6 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
@@ -27,14 +26,13 @@ from mtpbuild.builder.plan.plan import (
 )
 from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import build_options, list_target_names, load_target
+from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import FLOATS, SCHEMES
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.target_options import make_options
 from mtpbuild.runtime.contract.targets import find_target, list_targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer_files import read_template
@@ -46,7 +44,7 @@ PARTS = ("self_attn.o", "mlp.down", "mlp.experts.0.down")
 
 def check_flags(request: BuildRequest) -> Target:
     """Make the checks that need no model, and so come before a download; return the target."""
-    target = load_target(request.target)
+    target = configure_target(request.target, request.options)
     if request.scheme is not None:
         check_format(target, "--weights", request.scheme.main)
         check_format(target, "--head-weights", request.scheme.head)
@@ -99,14 +97,13 @@ def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, M
 def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -> dict[Path, Plan]:
     """Return the plan of the engine for each nextn, by the engine's folder."""
     nextns = choose_nextns(config, request, source.folder)
-    target = load_target(request.target)
-    options = make_options(target.name, request.options, build_options, flags=True)
-    check_target(target, request, options, nextns)
-    style = target.style(options, config)
+    target = configure_target(request.target, request.options)
+    check_target(target, request, nextns)
+    style = target.style
     check_style(target, request, config, style)
     check_rules(target, request, style)
     check_ranks(config, request.ranks)
-    capabilities = target.compute_capabilities(request, options)
+    capabilities = target.compute_capabilities(request)
     limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
     length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
     ids = choose_draft_ids(request, nextns, source.folder, config.vocab_size)
@@ -127,7 +124,6 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
             style=style,
             ranks=request.ranks,
             compute_capabilities=capabilities,
-            options=options,
             adaptive=asked == "auto",
             scheme=request.scheme,
             rules=request.acceptance_rules,
@@ -179,9 +175,7 @@ def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> t
     return (config.num_nextn_predict_layers,)
 
 
-def check_target(
-    target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
-) -> None:
+def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...]) -> None:
     """Raise UsageError for flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
         can = list_targets_with(Feature.ADAPT)
@@ -193,7 +187,7 @@ def check_target(
         if request.ranks.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
         in_range(0, request.rank, request.ranks.tp - 1, "--rank")
-    target.check(request, options)
+    target.check(request)
 
 
 def check_style(

@@ -24,7 +24,7 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.stages import Watch, ignore
-from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.brought import PREFIX, find_brought_files
 from mtpbuild.builder.weights.scheme import make_engine_scheme
@@ -66,10 +66,10 @@ def refit(
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
-    target, options = require_refittable_target(engine, old)
+    target = require_refittable_target(engine, old)
 
     watch("check checkpoint")
-    new = open_model(engine, old, model, target, options, mtp)
+    new = open_model(engine, old, model, target, mtp)
     log_notes(new)
     weights = sum(p.numel() * p.element_size() for p in new.model.parameters())
     if why := explain_small_disk(engine, weights, "free some, or build the engine elsewhere"):
@@ -92,13 +92,13 @@ def refit(
     return old, read_manifest(engine)
 
 
-def require_refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]:
-    """Return an engine's target and its options; raise UsageError if it can't be refitted."""
+def require_refittable_target(engine: Path, old: Manifest) -> Target:
+    """Return an engine's target; raise UsageError if it can't be refitted."""
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
-    target = load_target(old.target.name)
-    options = target.Options(**find_target(target.name).build_flags(old))
-    if target.embeds_weights(options):
+    name = old.target.name
+    target = configure_target(name, find_target(name).build_flags(old))
+    if target.style.embeds_weights:
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
@@ -106,7 +106,7 @@ def require_refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]
         raise UsageError(f"{engine}: its weights were calibrated: build the new ones")
     if CONFIG not in old.files:
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
-    return target, options
+    return target
 
 
 def describe_refitted(
@@ -125,7 +125,7 @@ def describe_refitted(
 
 
 def open_model(
-    engine: Path, old: Manifest, model: str, target: Target, options: Any, mtp: Path | None
+    engine: Path, old: Manifest, model: str, target: Target, mtp: Path | None
 ) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
     whole, config = find_source(BuildRequest(model, mtp=mtp))
@@ -144,7 +144,7 @@ def open_model(
         found,
         config,
         read_generation_ids(found.folder, config),
-        target.style(options, config),
+        target.style,
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),

@@ -95,7 +95,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     without drafts leave the drafter out; fill_drafter fills in what the drafter has missed.
     """
     style = plan.style
-    B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
+    B = plan.max_batch if style.all_slots or plan.max_batch == 1 else EXAMPLE_BATCH
     state = tuple(spec.name for spec in make_state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     steps = (_make_step_programs(plan, model, state, nextn, B) for nextn in counts)
@@ -106,7 +106,7 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     filled = tuple(name for name in state if name not in STEP_STATES)
     inputs = {"tokens": _make_ints(1, EXAMPLE_CHUNK), "start": _make_ints(1)}
     ahead = {"ahead": _make_ints(1, plan.lookahead)} if plan.lookahead else {}
-    style, whole, drafter = plan.style, plan.style.fixed, make_drafter(plan, plan.nextn)
+    style, whole, drafter = plan.style, plan.style.all_slots, make_drafter(plan, plan.nextn)
     parts = model, drafter, style.pipeline.expands_prompts
     yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, inputs | ahead, whole=whole)
     if plan.adaptive and drafter is not None and ahead:

@@ -10,7 +10,6 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.shards import has_weights
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan.context import MAPPED, choose_context
@@ -24,7 +23,8 @@ from mtpbuild.builder.plan.weight_classes import (
     count_file_bytes,
     sum_portions,
 )
-from mtpbuild.builder.targets.onnxruntime import CACHES
+from mtpbuild.builder.targets.onnxruntime import CACHE_DTYPES
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.lab.forecast.forecast import (
@@ -112,7 +112,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
-    request, layout = resolve_request(request, CACHES)
+    request, layout = resolve_request(request, CACHE_DTYPES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
     fetched = needs_download(request)
@@ -121,7 +121,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     engines = [
         forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
-        if request.cache_dtype == CACHES[0] or any(c.format in FORMATS for c in model.classes)
+        if request.cache_dtype == CACHE_DTYPES[0] or any(c.format in FORMATS for c in model.classes)
     ]
     return CpuForecast(
         request=request,

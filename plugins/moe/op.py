@@ -10,7 +10,6 @@ from mtpbuild.plugins.definition import KEPT, Node, define
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256  # per call of the kernel
-PADDED_TOKENS = 64  # per call of a kernel with fixed sizes
 NO_EXPERT = -1  # the id of an expert on another rank
 
 
@@ -96,15 +95,15 @@ def moe(
 def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None) -> Tensor:
     """Run `moe` for any number of tokens, in pieces that its kernel takes.
 
-    If the kernel has fixed sizes, a symbolic number of tokens is padded to its upper bound with
-    copies of the first token.
+    A kernel that takes no symbolic number of tokens gets their upper bound: copies of the first
+    token fill them up.
     """
-    tokens, fixed = x.shape[0], KEPT.get().fixed_sizes
+    tokens, padded = x.shape[0], KEPT.get().padded_tokens
     if not moe.is_kept:
         return moe(x, weights, ids, *experts)
-    known, piece = isinstance(tokens, int), PADDED_TOKENS if fixed else MAX_TOKENS
+    known, piece = isinstance(tokens, int), padded or MAX_TOKENS
     most = tokens if known else upper_bound(tokens)
-    if most <= piece and (known or not fixed):
+    if most <= piece and (known or padded is None):
         return moe(x, weights, ids, *experts, 0 if known else most)
     operands = [x, weights, ids]
     if not known:

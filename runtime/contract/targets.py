@@ -6,12 +6,15 @@ A package adds a target by an entry point of the group `mtpbuild.targets`, a `Ta
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.registry import Registry
 from mtpbuild.runtime.errors import MissingDependencyError, advise_install
 from mtpbuild.runtime.flag_groups import flag
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class TargetRecord:
     programs: str
     builder: object
     install: str = ""
-    LoadOptions: type[Any] = NoOptions
+    LoadOptions: "type[DataclassInstance]" = NoOptions
     build_flags: Callable[[Any], Mapping[str, Any]] = lambda manifest: {}
     features: Mapping[Feature, str] = field(default_factory=dict)
 
@@ -79,9 +82,12 @@ def _join_architectures(manifest: Any) -> str:
 
 
 def _make_onnx_flags(manifest: Any) -> Mapping[str, Any]:
-    caches = {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}
-    flags: dict[str, Any] = dict.fromkeys(["cache_dtype"], *caches) if caches else {}
-    return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
+    flags: dict[str, object] = {}
+    if cache_dtypes := {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}:
+        (flags["cache_dtype"],) = cache_dtypes
+    if manifest.build.cpu_layout is None:
+        flags["portable"] = True
+    return flags
 
 
 def _make_inductor_flags(manifest: Any) -> Mapping[str, Any]:
@@ -105,7 +111,7 @@ BUILT_IN = (
         install=f"{advise_install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         build_flags=_make_onnx_flags,
-        features={each: "" for each in Feature if each not in (Feature.OVERLAP, Feature.SHARE)},
+        features=dict.fromkeys({*Feature} - {Feature.OVERLAP, Feature.SHARE}, ""),
     ),
     TargetRecord(
         name="inductor",
@@ -148,5 +154,5 @@ register, find_target, target_names = _targets.register, _targets.find, _targets
 
 def list_targets_with(feature: Feature) -> str:
     """Return the targets whose engines have a feature, with conditions, for an error message."""
-    having = (target for target in _targets.all() if feature in target.features)
-    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)
+    targets = (target for target in _targets.all() if feature in target.features)
+    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in targets)

@@ -17,12 +17,13 @@ from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.refit import refit
-from mtpbuild.builder.graph.pipelines import CPU, PLAIN
+from mtpbuild.builder.graph.pipeline import TRACED_THROUGH
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.requantised import Requantised
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,
@@ -85,7 +86,7 @@ def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedMode
         config = how["layers"].of(config)
     main = name_stored_format(read_quantisation(folder), "") if scheme is None else scheme.main
     kernels = main in ("int8", "int4")
-    pipeline = CPU if kernels else PLAIN
+    pipeline = CPU if kernels else TRACED_THROUGH
     return opened(folder, config, formats=ALL, pipeline=pipeline, scheme=scheme, **how)
 
 

@@ -334,7 +334,7 @@ def test_targets_are_asked_where_shapes_do_not_tell() -> None:
 
 def test_opened_with_kernels() -> None:
     """The engine's table keeps the products that the CPU's kernels read."""
-    from mtpbuild.builder.graph.pipelines import CPU
+    from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 
     model = opened(WRITTEN / "deepseek_w4a16", formats=("int8", "int4"), pipeline=CPU)
     assert {f.name for n, f in model.table.formats.items() if n.endswith("o_proj")} == {"int4"}

@@ -10,7 +10,7 @@ import torch
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import exact
+from mtpbuild.builder.targets.onnxruntime import exact
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.lab.measure import checks
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library

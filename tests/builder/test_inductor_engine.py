@@ -26,7 +26,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets import lower_inductor as target
+from mtpbuild.builder.targets.inductor import lowering as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
@@ -399,6 +399,6 @@ def test_options_that_a_torch_lacks() -> None:
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
     }
-    assert target.options(True, old) == common
-    assert target.options(False, old) == common | {"cpp.simdlen": 256}
-    assert len(target.options(False)) == len(target.options(True)) + 4
+    assert target.aoti_options(True, old) == common
+    assert target.aoti_options(False, old) == common | {"cpp.simdlen": 256}
+    assert len(target.aoti_options(False)) == len(target.aoti_options(True)) + 4

@@ -13,7 +13,6 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.formats.integers import INT4, INT8
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.blocks import (
     EmbeddingBlocks,
     PackedBlocks,
@@ -22,6 +21,7 @@ from mtpbuild.builder.models.common.blocks import (
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.lab.measure.checks import ROUNDED
 from mtpbuild.lab.verify.plain import judge_texts, load_plain

@@ -19,9 +19,8 @@ from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
-from mtpbuild.builder.targets.lower_inductor import info
-from mtpbuild.builder.targets.passes.gpu_graph import name_op
+from mtpbuild.builder.targets.inductor import Inductor
+from mtpbuild.builder.targets.inductor.gpu_passes import name_op
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
 from mtpbuild.runtime.contract.targets import find_target
@@ -32,18 +31,18 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
 from tests.support.fake_gpu import FakeGpu
 
-OPTIONS = InductorOptions("cuda", allreduce_strategy="one-shot")
+ONE_SHOT = Inductor("cuda", allreduce_strategy="one-shot")
 HIDDEN = 32
 
 
 def traced(program: int, max_batch: int, chunk: int = 8) -> TracedProgram:
     """Traces prefill (0) or decode (1) of a rank of two with a layer, nextn 1."""
     model = make_model(num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=64)
-    ranks, style = Ranks(2), TARGET.style(OPTIONS, model.config)
+    ranks, style = Ranks(2), ONE_SHOT.style
     assert model.config.hidden_size == HIDDEN
     sizes = 1, "mtp-eagle", max_batch, 2 * chunk, chunk
-    plan = Plan(model.config, *sizes, style, ranks, ("9.0",), OPTIONS)
-    return TARGET.trace(make_programs(plan, lower(model, Share(ranks, 1)))[program], plan)
+    plan = Plan(model.config, *sizes, style, ranks, ("9.0",))
+    return ONE_SHOT.trace(make_programs(plan, lower(model, Share(ranks, 1)))[program], plan)
 
 
 def sums(graph: TracedProgram) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,14 +91,14 @@ def test_long_chunks_stay_with_nccl() -> None:
 
 
 def test_the_manifest_and_what_builds_it_again() -> None:
-    plan: Any = SimpleNamespace(compute_capabilities=("9.0",), options=OPTIONS)
-    target = info(plan)
+    plan: Any = SimpleNamespace(compute_capabilities=("9.0",))
+    target = ONE_SHOT.info(plan)
     assert target.allreduce_strategy == "one-shot"
     given: Any = SimpleNamespace(target=target, build=SimpleNamespace(dtype="float32"))
     flags = find_target("inductor").build_flags(given)
     assert flags["allreduce_strategy"] == "one-shot"
-    plan.options = replace(OPTIONS, allreduce_strategy="nccl")
-    assert info(plan) == TargetInfo(**target.model_dump() | {"allreduce_strategy": None})
+    by_nccl = replace(ONE_SHOT, allreduce_strategy="nccl").info(plan)
+    assert by_nccl == TargetInfo(**target.model_dump() | {"allreduce_strategy": None})
 
 
 class Sharing(Peers):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -181,7 +182,7 @@ class TestQuick:
             return "program"
 
         build_one(smallest, 0, tmp_path / "a")
-        with quick_target("onnxruntime", lower=lower, embeds_weights=lambda options: True):
+        with quick_target("onnxruntime", lower=lower, style=GraphStyle(embeds_weights=True)):
             build_one(smallest, 1, tmp_path / "b")
         assert set(links) == {1}
 

@@ -13,11 +13,11 @@ from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.formats.integers import INT8
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import IN_FLOATS, SCHEMES
 from mtpbuild.lab.verify import verify
 from mtpbuild.lab.verify.plain import judge_texts, load_plain

@@ -16,9 +16,9 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets import onnx_graph
-from mtpbuild.builder.targets.lower_tensorrt_rtx import compile_graph
+from mtpbuild.builder.targets.onnxruntime import lowering
 from mtpbuild.builder.targets.tensorrt_rtx import SORTED, TARGET
+from mtpbuild.builder.targets.tensorrt_rtx.lowering import compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError
@@ -54,7 +54,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     source = opened(predictable_folder, plan.config)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in make_programs(plan, source.model):
-        onnx_graph.lower(TARGET.trace(program, plan), places, folder)
+        lowering.lower(TARGET.trace(program, plan), places, folder)
     return folder
 
 

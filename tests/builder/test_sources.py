@@ -7,7 +7,7 @@ import pytest
 
 from mtpbuild.builder.compiler.fingerprint import PACKAGE, STAGES, TREE, hash_of_code
 
-CPU = ("builder.targets.onnxruntime", "builder.targets.onnx_graph")
+CPU = ("builder.targets.onnxruntime",)
 MODULES = (*CPU, "builder.models.deepseek_v3.config")
 
 
@@ -58,7 +58,7 @@ def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, a
     "file",
     [
         "plugins/rope/onnx.py",
-        "builder/targets/onnx_graph.py",
+        "builder/targets/onnxruntime/lowering.py",
         "builder/models/deepseek_v3/attention.py",
         "builder/models/common/layers.py",
         "builder/weights/requantised.py",
@@ -76,7 +76,7 @@ def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:
         "builder/cli/build.py",
         "lab/verify/verify.py",
         "lab/forecast/step.py",
-        "builder/targets/lower_tensorrt.py",  # another target
+        "builder/targets/tensorrt/lowering.py",  # another target
         "builder/models/mimo/model.py",  # another family
         "runtime/engine/loop.py",
         "runtime/server/app.py",

@@ -22,13 +22,11 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import (
-    lower_tensorrt,
-    lower_tensorrt_rtx,
-    tensorrt_rtx,
-)
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
-from mtpbuild.builder.targets.trt_compile import make_compiler_config
+from mtpbuild.builder.targets import tensorrt_rtx
+from mtpbuild.builder.targets.tensorrt import lowering
+from mtpbuild.builder.targets.tensorrt.compiling import make_compiler_config
+from mtpbuild.builder.targets.tensorrt_rtx import lowering as rtx_lowering
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import (
@@ -223,7 +221,7 @@ def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) 
     trt.flags = set()
     capabilities = read_manifest(engine).target.compute_capabilities
     plan = replace(cheap_plan(), compute_capabilities=capabilities)
-    assert lower_tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
+    assert rtx_lowering.compile_graph(tmp_path / "decode.onnx", plan)
     assert BuilderFlag.TF32 not in trt.flags
 
 
@@ -409,7 +407,7 @@ class TestWhatCanNotBeBuilt:
         def lower(traced: TracedProgram, weights: object, folder: Path) -> bytes:
             file = folder / f"{traced.name}.onnx"
             file.write_bytes(graph)
-            return bytes(lower_tensorrt_rtx.compile_graph(file, traced.plan))
+            return bytes(rtx_lowering.compile_graph(file, traced.plan))
 
         return quick_target("tensorrt-rtx", lower=lower)
 
@@ -462,8 +460,8 @@ class TestTargetTensorRt:
         with missing, pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(cheap_plan())
         refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
-        with failing(lower_tensorrt, "convert", refusal), pytest.raises(BuildError) as caught:
-            lower_tensorrt.compile_program(cast(TracedProgram, None), {})
+        with failing(lowering, "convert", refusal), pytest.raises(BuildError) as caught:
+            lowering.compile_program(cast(TracedProgram, None), {}, strip=False, fast=False)
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
@@ -473,7 +471,7 @@ class TestTargetTensorRt:
         self, strip: bool, folder: Path, tmp_path: Path, trt: FakeTensorRt
     ) -> None:
         def lower(traced: TracedProgram, weights: object, folder: Path) -> str:
-            assert traced.plan.options.strip_weights == strip
+            assert traced.plan.style.embeds_weights != strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
             return f"{traced.name}.engine"
 
@@ -507,5 +505,4 @@ class TestTargetTensorRt:
     [("sm120, SM89,12.0", ("8.9", "12.0")), ("12.1,8.6,sm_80", ("8.0", "8.6", "12.1"))],
 )
 def test_compute_capabilities(asked: str, found: tuple[str, ...]) -> None:
-    options = tensorrt_rtx.RtxOptions(asked)
-    assert tensorrt_rtx.TARGET.compute_capabilities(BuildRequest("x"), options) == found
+    assert tensorrt_rtx.TensorRtRtx(asked).compute_capabilities(BuildRequest("x")) == found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.targets.trt_compile import find_timing_cache, keep_timing_cache
+from mtpbuild.builder.targets.tensorrt.compiling import find_timing_cache, keep_timing_cache
 
 TRT: Any = SimpleNamespace(__version__="11.0.0.114")
 

@@ -13,10 +13,10 @@ from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_integers
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.lab.measure.checks import ROUNDED
 from mtpbuild.lab.verify.plain import judge_texts

@@ -124,7 +124,7 @@ def test_a_rank_holds_what_a_dry_run_counts(model: str, ranks: Ranks) -> None:
     """A build counts the parameters of the model that it exports."""
     found = find_layout(model, None)
     layout = replace(found, config=replace(found.config, num_hidden_layers=4))
-    style = TARGET.style(TARGET.Options(), layout.config)
+    style = TARGET.style
     table = choose_formats(make_family_table(layout.config, ranks), layout.format, style)
     held = make_model(table, style, "meta").parameters()
     wanted = sum(weight.numel() * weight.element_size() for weight in held)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from mtpbuild.builder.graph.pipelines import TENSORRT
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.plugins import OPS
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import read_time_limit
@@ -402,9 +402,9 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
 @contextlib.contextmanager
 def installed(trt: FakeDataCentre) -> Iterator[None]:
     """Lets this process build and run with the fakes."""
-    from mtpbuild.builder.targets import lower_tensorrt
+    from mtpbuild.builder.targets.tensorrt import lowering
 
-    caches = lower_tensorrt.torch_tensorrt, lower_tensorrt._make_interpreter_class
+    caches = lowering.torch_tensorrt, lowering._make_interpreter_class
     for cache in caches:
         cache.cache_clear()
     os.environ.setdefault("XDG_CACHE_HOME", "/nonexistent")

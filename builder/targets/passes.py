@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mtpbuild.builder.graph.pipelines import Pass
+from mtpbuild.builder.graph.pipeline import Pass
 from mtpbuild.runtime.errors import BuildError
 
 if TYPE_CHECKING:

@@ -24,23 +24,23 @@ def sum_through_shared_memory(
 ) -> ExportedProgram:
     """Before: all_reduce and its wait. After: `sum_of_ranks`, for sums of `MOST` bytes or less.
 
-    This is for engines with --allreduce-strategy one-shot. A new parameter holds the addresses of
-    the other ranks' memory, which each rank fills in at load.
+    A new parameter holds the addresses of the other ranks' memory, which each rank fills in at
+    load.
     """
     plan = traced.plan
-    if plan.options.allreduce_strategy != "one-shot":
-        return exported
     ranks, slots = plan.ranks.tp, None if traced.of_prompt else plan.max_batch
     graph, peers = exported.graph_module.graph, None
-    found = [n for n in graph.nodes if n.target is FUNCTIONAL.all_reduce.default]
-    found = [node for node in found if fits(node.args[0].meta["val"], exported, slots)]
-    for node in found:
+    for node in list(graph.nodes):
+        if node.target is not FUNCTIONAL.all_reduce.default:
+            continue
+        if not fits(node.args[0].meta["val"], exported, slots):
+            continue
         peers = peers or add_parameter(exported, PEERS, torch.zeros(ranks + 1, dtype=torch.int64))
         (wait,) = node.users
         operands = node.args[0], peers
         with graph.inserting_before(node):
             total = graph.call_function(sum_of_ranks._opoverload, operands)
-        total.meta["val"] = sum_of_ranks._opoverload(*(each.meta["val"] for each in operands))
+        total.meta["val"] = sum_of_ranks._opoverload(*(operand.meta["val"] for operand in operands))
         wait.replace_all_uses_with(total)
         graph.erase_node(wait)
         graph.erase_node(node)

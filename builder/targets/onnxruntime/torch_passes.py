@@ -58,7 +58,7 @@ def _make_topk_arguments(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 # Operators that torch.onnx supports only decomposed, or exports badly -> our replacements.
-PLAIN: dict[Any, tuple[Any, Rewrite]] = {
+REWRITES: dict[Any, tuple[Any, Rewrite]] = {
     aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
     aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
     aten.mT.default: (aten.transpose.int, lambda node: ((node.args[0], -2, -1), {})),
@@ -70,7 +70,7 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
 
 
 def write_plainly(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
-    """Apply `PLAIN`, in branches too, and mark the program as decomposed.
+    """Apply `REWRITES`, in branches too, and mark the program as decomposed.
 
     torch.onnx would trace the program again to decompose it, which takes as long as the first
     trace. The export fails at any operator that torch.onnx still does not support.
@@ -78,8 +78,8 @@ def write_plainly(exported: ExportedProgram, traced: "TracedProgram") -> Exporte
     for graph in exported.graph_module.modules():
         assert isinstance(graph, GraphModule)
         for node in graph.graph.nodes:
-            if node.target in PLAIN:
-                target, rewrite = PLAIN[node.target]
+            if node.target in REWRITES:
+                target, rewrite = REWRITES[node.target]
                 node.args, node.kwargs = rewrite(node)
                 node.target = target
         graph.recompile()

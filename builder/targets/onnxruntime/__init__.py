@@ -1,30 +1,31 @@
 """Target onnxruntime, the default for embedding: ONNX graphs for any CPU, run without torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mtpbuild.builder.checks import check_one_of
-from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
 from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU, PORTABLE
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.checkpoint.config import ModelConfig
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
-    from mtpbuild.runtime.contract.manifest import CacheType
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
+    from mtpbuild.runtime.contract.manifest import CacheType, TargetInfo
 
-CACHES = ("float32", "bfloat16", "int8")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
-class OnnxOptions:
+class OnnxRuntime(Target):
     portable: bool = flag(
         False,
         "A graph of standard operators in fp32 for any onnxruntime, such as --provider cuda.",
@@ -33,28 +34,50 @@ class OnnxOptions:
         "float32", "Type of caches: float32, or bfloat16 or int8 in engines of int8 or int4."
     )
 
-
-class OnnxRuntime(Target):
     name = "onnxruntime"
-    lowering = "mtpbuild.builder.targets.onnx_graph"
-    Options = OnnxOptions
     packages = ONNX_PACKAGES
     formats = ("int8", "int4")
     may_be_exact = True
 
-    def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
-        dtype = check_one_of(options.cache_dtype, CACHES, "--cache-dtype")
-        if options.portable and dtype != "float32":
+    def info(self, plan: "Plan") -> "TargetInfo":
+        from mtpbuild.builder.targets.onnxruntime import lowering
+
+        return lowering.info()
+
+    def lower(
+        self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
+    ) -> str:
+        from mtpbuild.builder.targets.onnxruntime import lowering
+
+        return lowering.lower(traced, weights, folder)
+
+    @property
+    def style(self) -> GraphStyle:
+        cache_dtype = cast("CacheType", self.cache_dtype)
+        return GraphStyle(
+            pipeline=PORTABLE if self.portable else CPU,
+            formats=() if self.portable else self.formats,
+            rounds_to=None if self.portable else "int8",
+            cache_dtype=None if cache_dtype == "float32" else cache_dtype,
+        )
+
+    def check(self, request: "BuildRequest") -> None:
+        check_one_of(self.cache_dtype, CACHE_DTYPES, "--cache-dtype")
+        if not self.portable:
+            return
+        weights = None if request.scheme is None else request.scheme.main
+        for needed, is_given in (
+            (f"--cache-dtype {self.cache_dtype}", self.cache_dtype != "float32"),
+            (f"--weights {weights}", weights is not None),
+        ):
+            if is_given:
+                raise UsageError(
+                    f"--portable engines are fp32, so {needed} needs an engine without --portable"
+                )
+        if request.exact:
             raise UsageError(
-                f"--cache-dtype {dtype}: a graph of standard operators is in fp32: leave out "
-                "--portable"
-            )
-        if options.portable and request.exact:
-            raise UsageError("--exact: onnxruntime's products are not: leave out --portable")
-        main = None if request.scheme is None else request.scheme.main
-        if options.portable and main is not None:
-            raise UsageError(
-                f"--weights {main}: a graph of standard operators is in fp32: leave out --portable"
+                "--portable engines compute by onnxruntime's products, which are not exact, so "
+                "--exact needs an engine without --portable"
             )
 
     def check_machine(self, plan: "Plan") -> None:
@@ -64,10 +87,13 @@ class OnnxRuntime(Target):
                 f"target {self.name}: the library of CPU kernels is not built here: {REMEDY}; "
                 "or build with --portable, without them"
             )
-        super().check_machine(plan)
+        from mtpbuild.builder.targets.onnxruntime import lowering  # noqa: F401  # is all there?
 
-    def inexact(self, files: Iterable[Path]) -> str | None:
-        from mtpbuild.builder.targets.exact import find_unknown_operators, find_unsteady_operators
+    def explain_inexact(self, files: Iterable[Path]) -> str | None:
+        from mtpbuild.builder.targets.onnxruntime.exact import (
+            find_unknown_operators,
+            find_unsteady_operators,
+        )
 
         files = [*files]
         if unknown := sorted(find_unknown_operators(files)):
@@ -75,15 +101,6 @@ class OnnxRuntime(Target):
         if unsteady := sorted(find_unsteady_operators(files)):
             return f"a row's place in memory changes its result: {', '.join(unsteady)}"
         return None
-
-    def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
-        dtype = cast("CacheType", options.cache_dtype)
-        return GraphStyle(
-            pipeline=PORTABLE if options.portable else CPU,
-            formats=() if options.portable else self.formats,
-            rounds_to=None if options.portable else "int8",
-            cache_dtype=None if dtype == "float32" else dtype,
-        )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Refuse smaller caches in an engine whose products are in fp32, or without its kernels."""

@@ -1,21 +1,25 @@
 """Target tensorrt-rtx: engines for RTX GPUs, compiled from ONNX on any machine."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.graph.pipelines import PORTABLE
-from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
+from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.targets.capability import dotted
+from mtpbuild.builder.targets.onnxruntime.pipeline import PORTABLE
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.checkpoint.config import ModelConfig
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
+    from mtpbuild.runtime.contract.manifest import TargetInfo
 
 # GPUs for which TensorRT-RTX compiles fp32 programs. It supports sm75, too, but without fp32
 # products.
@@ -25,23 +29,42 @@ SORTED = 3840  # most values that TopK sorts; decode_mixed's top-k and top-p sor
 
 
 @dataclass(frozen=True)
-class RtxOptions:
+class TensorRtRtx(Target):
     compute_capability: str | None = flag(None, "GPUs to compile for, such as sm89 or sm89,sm120.")
 
-
-class TensorRtRtx(Target):
     name = "tensorrt-rtx"
-    lowering = "mtpbuild.builder.targets.lower_tensorrt_rtx"
-    Options = RtxOptions
     packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
     gpu_attention = (Attends.LATENT,)
 
-    def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
+    def info(self, plan: "Plan") -> "TargetInfo":
+        from mtpbuild.builder.targets.tensorrt.compiling import make_gpu_info
+
+        return make_gpu_info(self.name, plan)
+
+    def lower(
+        self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
+    ) -> str:
+        from mtpbuild.builder.targets.tensorrt_rtx import lowering
+
+        return lowering.lower(traced, weights, folder)
+
+    @property
+    def style(self) -> GraphStyle:
+        """Embedded weights, as taking them out (REFIT, STRIP_PLAN) would need a GPU."""
+        return GraphStyle(
+            for_gpu=True,
+            whole_caches=True,
+            all_slots=True,
+            pipeline=PORTABLE,
+            embeds_weights=True,
+        )
+
+    def compute_capabilities(self, request: "BuildRequest") -> tuple[str, ...]:
         """Turn `sm89,sm120` into ("8.9", "12.0"), in rising order."""
         known = ", ".join(GPUS.values())
-        if options.compute_capability is None:
+        if self.compute_capability is None:
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
-        capabilities = options.compute_capability.split(",")
+        capabilities = self.compute_capability.split(",")
         for text in capabilities:
             if dotted(text) not in GPUS:
                 raise UsageError(
@@ -59,19 +82,13 @@ class TensorRtRtx(Target):
             )
 
     def check_machine(self, plan: "Plan") -> None:
-        from mtpbuild.builder.targets.lower_tensorrt_rtx import check
+        from mtpbuild.builder.targets.tensorrt_rtx import lowering  # noqa: F401  # is all there?
+        from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
 
-        check(plan)
+        tensorrt_api(self.name)
 
-    def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(for_gpu=True, sizes=Sizes.FIXED, pipeline=PORTABLE)
-
-    def embeds_weights(self, options: RtxOptions) -> bool:
-        """Return True: taking weights out of an engine (REFIT, STRIP_PLAN) would need a GPU."""
-        return True
-
-    def held_bytes(self, model: "OpenedModel", plan: "Plan") -> int:
-        return PROGRAMS * super().held_bytes(model, plan)
+    def count_loaded_weights(self, model: "OpenedModel", plan: "Plan") -> int:
+        return PROGRAMS * super().count_loaded_weights(model, plan)
 
 
 TARGET = TensorRtRtx()

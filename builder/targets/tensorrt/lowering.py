@@ -17,17 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild import plugins
-from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import trt_compile
 from mtpbuild.builder.targets.passes import run_passes
-from mtpbuild.builder.targets.tensorrt import has_few_tokens
-from mtpbuild.builder.weights.placed import ByteRange
+from mtpbuild.builder.targets.tensorrt import compiling
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.plugins.constants import Constants
+from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS
 from mtpbuild.plugins.ptx import ContractError
-from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
+from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TensorSpec
 from mtpbuild.runtime.errors import (
     BuildError,
     MissingDependencyError,
@@ -58,13 +57,9 @@ READERS = {
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
-def missing(plan: Plan) -> Iterator[str]:
-    """Yield a line for each thing that this machine lacks to compile the plan, except the GPU."""
-    (capability,) = plan.compute_capabilities
-    if float(capability) < 8:
-        needed = "kernels are for GPUs of compute capability 8.0 and later"
-        yield f"{needed}, this one has {capability}"
-    yield from list_missing_packages()
+def has_few_tokens(plan: Plan) -> bool:
+    """Return whether a step has few enough for our kernels of quantised and gated products."""
+    return plan.max_batch * plan.window <= MAX_TOKENS
 
 
 def list_missing_packages() -> Iterator[str]:
@@ -78,15 +73,14 @@ def list_missing_packages() -> Iterator[str]:
         yield str(error)
 
 
-def info(plan: Plan) -> TargetInfo:
-    return trt_compile.make_gpu_info(NAME, plan)
+def lower(traced: TracedProgram, folder: Path, *, strip: bool, fast: bool) -> str:
+    """Write the engine and the names of its weight inputs; return the engine's file name.
 
-
-def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
-    """Write the engine and the names of its weight inputs; return the engine's file name."""
+    strip: leave the weights out of the engine. fast: compile faster, perhaps a slower engine.
+    """
     values = load_file(folder / WEIGHTS)  # memory-mapped
-    engine, stripped, shared = compile_program(traced, values)
-    if traced.plan.options.strip_weights:
+    engine, stripped, shared = compile_program(traced, values, strip=strip, fast=fast)
+    if strip:
         save_file(stripped, folder / CONSTANTS.format(traced.name))
     if shared:
         (folder / SHARED.format(traced.name)).write_text(json.dumps(shared), encoding="utf-8")
@@ -156,7 +150,7 @@ def all_reduce(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def compile_program(
-    traced: TracedProgram, values: Mapping[str, torch.Tensor]
+    traced: TracedProgram, values: Mapping[str, torch.Tensor], *, strip: bool, fast: bool
 ) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
     """Compile an engine; return its bytes, the stripped constants and its weight inputs.
 
@@ -172,19 +166,17 @@ def compile_program(
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
-        config = trt_compile.make_compiler_config(
-            trt, builder, network, plan, fast=plan.options.fast_build
-        )
+        config = compiling.make_compiler_config(trt, builder, network, plan, fast=fast)
         if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
             config.set_preview_feature(feature, True)
         # Detailed, for users of TensorRT's engine inspector.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         constants = interpreter.ctx.constants
         stripped = dict[str, torch.Tensor]()
-        if plan.options.strip_weights:
-            stripped = trt_compile.strip(trt, network, config, values, constants.by_layer)
-        with trt_compile.keep_timing_cache(trt, config, plan.compute_capabilities[0]):
-            engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
+        if strip:
+            stripped = compiling.strip(trt, network, config, values, constants.by_layer)
+        with compiling.keep_timing_cache(trt, config, plan.compute_capabilities[0]):
+            engine = compiling.compile_network(trt, builder, network, config, traced.name)
         return engine, stripped, sorted(constants.given)
 
 
@@ -211,6 +203,19 @@ def convert(traced: TracedProgram, values: Mapping[str, torch.Tensor]) -> Any:
         for i, spec in enumerate(specs):
             tensor(i).name = spec.name
     return interpreter
+
+
+def decompose(exported: ExportedProgram, traced: TracedProgram) -> ExportedProgram:
+    """Before: all operators of PyTorch. After: those with converters of Torch-TensorRT.
+
+    The lowering of each rank asks for the same program, so the graph keeps the result.
+    """
+    kept = exported.graph_module.meta
+    if "decomposed" not in kept:
+        prepared = lowering().pre_export_lowering(exported, settings())
+        kept["decomposed"] = prepared.run_decompositions(lowering().get_decompositions(False))
+    decomposed: ExportedProgram = kept["decomposed"]
+    return decomposed
 
 
 def lowering() -> ModuleType:

@@ -14,18 +14,17 @@ import onnx_ir as ir
 import torch
 
 from mtpbuild import plugins
-from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
+from mtpbuild.builder.targets.onnxruntime.onnx_passes import FOLD_LIMIT
+from mtpbuild.builder.targets.onnxruntime.quick_export import export_quickly
 from mtpbuild.builder.targets.passes import dump_graph, run_passes
-from mtpbuild.builder.targets.passes.onnx_graph import FOLD_LIMIT
-from mtpbuild.builder.targets.quick_export import export_quickly
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
 
 OPSET = 24  # the first with TensorScatter
 
 
-def info(plan: Plan) -> TargetInfo:
+def info() -> TargetInfo:
     versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
     return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
 

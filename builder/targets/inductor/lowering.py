@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 import torch
 import torch._inductor
@@ -28,10 +28,10 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.graph.pipelines import INDUCTOR
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import cross_cuda
+from mtpbuild.builder.targets.inductor import cross_cuda
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR
 from mtpbuild.builder.targets.passes import run_passes
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.plugins import facets
@@ -65,15 +65,18 @@ for op, facet in facets(INDUCTOR.ops).items():
 fast_random_decomps.cache_clear()  # discard the decomposition table of an earlier compilation
 
 
-def check(plan: Plan) -> None:
-    """Raise BuildError unless this machine can compile the plan."""
-    on_gpu, cross = bool(plan.compute_capabilities), crosses(plan)
-    if (cross or not on_gpu) and name_this_machine() != HARDWARE:
+def check(plan: Plan, *, crosses: bool) -> None:
+    """Raise BuildError unless this machine can compile the plan.
+
+    crosses: whether it is compiled for a GPU that need not be here.
+    """
+    on_gpu = bool(plan.compute_capabilities)
+    if (crosses or not on_gpu) and name_this_machine() != HARDWARE:
         raise BuildError(
             f"target inductor builds on an {HARDWARE}, this is an {name_this_machine()}"
         )
-    if (cross or not on_gpu) and MARCH not in options(on_gpu=False):
-        where = "for a GPU that is not here" if cross else "on a CPU"
+    if (crosses or not on_gpu) and MARCH not in aoti_options(on_gpu=False):
+        where = "for a GPU that is not here" if crosses else "on a CPU"
         raise BuildError(
             f"torch {torch.__version__} compiles for this very CPU alone: target inductor {where} "
             "needs torch 2.13"
@@ -88,16 +91,16 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
-    if cross:
+    if crosses:
         cross_cuda.check()
 
 
-def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
+def aoti_options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
     """Return AOTInductor's options, without those that this version of torch lacks."""
-    return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
+    return drop_unknown_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
 
 
-def known_options(wanted: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
+def drop_unknown_options(wanted: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if _has(known, name)}
 
 
@@ -106,27 +109,17 @@ def _has(config: Any, name: str) -> bool:
     return hasattr(getattr(config, group, None) if group else config, option)
 
 
-def info(plan: Plan) -> TargetInfo:
+def info(plan: Plan, *, crosses: bool, strategy: str) -> TargetInfo:
     gpus = plan.compute_capabilities
     return TargetInfo(
         name="inductor",
         hardware=f"NVIDIA GPU of compute capability {gpus[0]}" if gpus else HARDWARE,
         versions={"torch": TORCH},
         compute_capabilities=gpus,
-        cross_compiled=cross_cuda.info(gpus[0]) if crosses(plan) else None,
-        allreduce_strategy=strategy(plan),
+        cross_compiled=cross_cuda.info(gpus[0]) if crosses else None,
+        # The one that replaces NCCL for small sums between ranks.
+        allreduce_strategy=None if strategy == "nccl" else cast(AllreduceStrategy, strategy),
     )
-
-
-def strategy(plan: Plan) -> AllreduceStrategy | None:
-    """Return the strategy that replaces NCCL for small sums between ranks; None: NCCL alone."""
-    name = getattr(plan.options, "allreduce_strategy", None)
-    return name if name in get_args(AllreduceStrategy) else None
-
-
-def crosses(plan: Plan) -> bool:
-    """Return whether the plan is compiled for a GPU that need not be here."""
-    return getattr(plan.options, "compute_capability", None) is not None
 
 
 @contextlib.contextmanager
@@ -142,25 +135,30 @@ def share_kernels() -> Iterator[None]:
         yield
 
 
-def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
+def lower(
+    traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path, *, crosses: bool
+) -> str:
     """Write the package, and the constants that no checkpoint holds; return the package's name."""
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
         tempfile.TemporaryDirectory(dir=_choose_place(folder)) as scratch,
-        _choose_machine(plan, scratch),
+        contextlib.ExitStack() as machine,
         _pretend_group(plan.ranks.tp),
         # Ignore torch's warnings about the graphs that it copies.
         warnings.catch_warnings(action="ignore"),
     ):
-        if crosses(plan):
+        if crosses:
+            machine.enter_context(
+                cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
+            )
             cross_cuda.without_values(traced.exported)
         program = run_passes(plan.style.pipeline.lowered_passes, traced.exported, traced)
         exported = program.meta["exported"]
         examples = pytree.tree_leaves(exported.example_inputs)
-        settings = options(bool(plan.compute_capabilities))
-        if crosses(plan):  # the engine's host is another machine too
-            settings |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
+        settings = aoti_options(bool(plan.compute_capabilities))
+        if crosses:  # the engine's host is another machine too
+            settings |= aoti_options(on_gpu=False) | drop_unknown_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, settings))
     _write_constants(replace(traced, exported=exported), weights, folder, values)
     return file
@@ -173,13 +171,6 @@ def _choose_place(folder: Path) -> Path | None:
     torn. Then return None, the system's folder for temporary files.
     """
     return folder if shlex.quote(str(folder)) == str(folder) else None
-
-
-def _choose_machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which to compile: `without_gpu` for a GPU that is not here."""
-    if not crosses(plan):
-        return contextlib.nullcontext()
-    return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
 
 
 @contextlib.contextmanager

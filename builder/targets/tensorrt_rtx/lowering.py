@@ -6,27 +6,18 @@ from typing import Any
 
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import onnx_graph, trt_compile
+from mtpbuild.builder.targets.onnxruntime import lowering as onnx_lowering
+from mtpbuild.builder.targets.tensorrt import compiling
 from mtpbuild.builder.weights.placed import ByteRange
-from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
 
 NAME = "tensorrt-rtx"
 
 
-def check(plan: Plan) -> None:
-    """Raise MissingDependencyError if TensorRT-RTX is not installed."""
-    tensorrt_api(NAME)
-
-
-def info(plan: Plan) -> TargetInfo:
-    return trt_compile.make_gpu_info(NAME, plan)
-
-
 def lower(traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
     """Write the engine of a program from its ONNX graph; return the engine's file name."""
-    graph = folder / onnx_graph.lower(traced, weights, folder)
+    graph = folder / onnx_lowering.lower(traced, weights, folder)
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(compile_graph(graph, traced.plan))
     graph.unlink()
@@ -44,9 +35,9 @@ def compile_graph(graph: Path, plan: Plan) -> Any:
     if not parser.parse_from_file(str(graph)):
         reason = " ".join(parser.get_error(0).desc().split())
         raise BuildError(f"TensorRT can't read {graph.stem}: {reason}")
-    config = trt_compile.make_compiler_config(trt, builder, network, plan)
+    config = compiling.make_compiler_config(trt, builder, network, plan)
     config.num_compute_capabilities = len(plan.compute_capabilities)
     for i, capability in enumerate(plan.compute_capabilities):
         name = "SM" + capability.replace(".", "")
         config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
-    return trt_compile.compile_network(trt, builder, network, config, graph.stem)
+    return compiling.compile_network(trt, builder, network, config, graph.stem)

@@ -1,33 +1,33 @@
 """Target tensorrt, for data-centre GPUs: Torch-TensorRT's converters, our kernels as plugins."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import check_one_of
-from mtpbuild.builder.graph.pipelines import TENSORRT
-from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
-from mtpbuild.builder.targets.capability import explain_capability
+from mtpbuild.builder.graph.style import Attends, GraphStyle
+from mtpbuild.builder.targets.capability import ASSUMED, explain_capability
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.checkpoint.config import ModelConfig
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.program.opened_model import OpenedModel
+    from mtpbuild.builder.program.trace import TracedProgram
+    from mtpbuild.builder.weights.placed import ByteRange
+    from mtpbuild.runtime.contract.manifest import TargetInfo
 
-ASSUMED = "10.0"  # capability without a GPU; graphs and sizes do not depend on it
 DTYPES = ("bfloat16", "float32")  # the first one is the default
 INSTEAD = "`--target inductor --device cuda --dtype bfloat16`"
 PROGRAMS = 3  # prefill, decode, decode_mixed; each holds the weights of TensorRT's own layers
 
 
 @dataclass(frozen=True)
-class TensorRtOptions:
+class TensorRt(Target):
     dtype: str | None = flag(None, "Type of weights and caches: bfloat16 or float32.")
     fast_build: bool = flag(False, "Compile faster; the engine may run slower.")
     strip_weights: bool = flag(
@@ -38,23 +38,42 @@ class TensorRtOptions:
         """Fill in the default type, so that giving it explicitly does not change the build."""
         object.__setattr__(self, "dtype", self.dtype or DTYPES[0])
 
-
-class TensorRt(Target):
     name = "tensorrt"
-    lowering = "mtpbuild.builder.targets.lower_tensorrt"
-    Options = TensorRtOptions
     packages = ("torch", "triton", "tensorrt", "torch-tensorrt")
     formats = ("fp8", "nvfp4")
     several_ranks = True
     gpu_attention = (Attends.LATENT,)
-    ranks_share_programs = False  # a network is built with its rank's weights, even if stripped
 
-    def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
-        check_one_of(str(options.dtype), DTYPES, "--dtype")
+    def info(self, plan: "Plan") -> "TargetInfo":
+        from mtpbuild.builder.targets.tensorrt.compiling import make_gpu_info
 
-    def compute_capabilities(
-        self, request: "BuildRequest", options: TensorRtOptions
-    ) -> tuple[str, ...]:
+        return make_gpu_info(self.name, plan)
+
+    def lower(
+        self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
+    ) -> str:
+        from mtpbuild.builder.targets.tensorrt import lowering
+
+        return lowering.lower(traced, folder, strip=self.strip_weights, fast=self.fast_build)
+
+    @property
+    def style(self) -> GraphStyle:
+        return GraphStyle(
+            for_gpu=True,
+            whole_caches=True,
+            all_slots=True,
+            pipeline=TENSORRT,
+            formats=self.formats,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            embeds_weights=not self.strip_weights,
+            # A network is built with its rank's weights, even if they are stripped.
+            ranks_share_programs=False,
+        )
+
+    def check(self, request: "BuildRequest") -> None:
+        check_one_of(str(self.dtype), DTYPES, "--dtype")
+
+    def compute_capabilities(self, request: "BuildRequest") -> tuple[str, ...]:
         """Return the capability of this machine's GPU, as TensorRT compiles on the GPU itself.
 
         Without a GPU it assumes one, and `check_machine` refuses to build.
@@ -70,29 +89,19 @@ class TensorRt(Target):
         if why := explain_capability(formats, plan.compute_capabilities):
             raise BuildError(f"target {self.name}: {why}; build with {INSTEAD}")
 
-    def style(self, options: TensorRtOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(
-            for_gpu=True,
-            sizes=Sizes.FIXED,
-            pipeline=TENSORRT,
-            formats=self.formats,
-            dtype=options.dtype,  # type: ignore[arg-type]
-        )
-
-    def embeds_weights(self, options: TensorRtOptions) -> bool:
-        return not options.strip_weights
-
-    def keeps_weights(self, folder: Path, options: TensorRtOptions) -> bool:
+    def keeps_weights_file(self, folder: Path, plan: "Plan") -> bool:
         """Return True for a stripped engine, and for one whose programs share weights."""
         from mtpbuild.runtime.contract.manifest import SHARED
 
-        return options.strip_weights or any(folder.glob(SHARED.format("*")))
+        return self.strip_weights or any(folder.glob(SHARED.format("*")))
 
-    def held_bytes(self, model: "OpenedModel", plan: "Plan") -> int:
+    def count_loaded_weights(self, model: "OpenedModel", plan: "Plan") -> int:
         """Count the weights that our kernels read once, and all others once for each program.
 
         Weights that only kernels of steps read count twice, as prefill has them as constants.
         """
+        from mtpbuild.builder.targets.tensorrt.lowering import has_few_tokens
+
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
             for weights in (
@@ -100,7 +109,7 @@ class TensorRt(Target):
                 model.model.weights_read_by_step_kernels(few_tokens=has_few_tokens(plan)),
             )
         )
-        total = super().held_bytes(model, plan)
+        total = super().count_loaded_weights(model, plan)
         return PROGRAMS * total - (PROGRAMS - 1) * always - in_steps
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
@@ -111,8 +120,8 @@ class TensorRt(Target):
         try:
             free = Device(self.name).free_memory()
         except MtpbuildError:
-            return  # `lacks` reports it
-        weights = self.held_bytes(model, plan)
+            return  # `list_missing` reports it
+        weights = self.count_loaded_weights(model, plan)
         state = sum(map(count_state_bytes, make_state_specs(plan)))
         if weights + state > free:
             raise BuildError(
@@ -123,7 +132,7 @@ class TensorRt(Target):
 
     def check_machine(self, plan: "Plan") -> None:
         """Raise BuildError, which lists all that is missing, and what was checked all the same."""
-        if missing := list(self.lacks(plan)):
+        if missing := list(self.list_missing(plan)):
             ranks, drafts = plan.ranks, f"nextn {plan.nextn}"
             split = f"{ranks.tp} ranks" + (f" in {ranks.ep} groups" if ranks.ep > 1 else "")
             adp = ", attention data-parallel" if ranks.attention_dp else ""
@@ -134,21 +143,20 @@ class TensorRt(Target):
                 "`--compute-capability sm100` for GPUs elsewhere"
             )
 
-    def lacks(self, plan: "Plan") -> Iterator[str]:
+    def list_missing(self, plan: "Plan") -> Iterator[str]:
         from mtpbuild.runtime.gpu.cuda import Device
 
         try:
             Device(self.name)
         except MtpbuildError as error:
             yield str(error)
-        yield from import_module(self.lowering).missing(plan)
+        from mtpbuild.builder.targets.tensorrt import lowering
 
-
-def has_few_tokens(plan: "Plan") -> bool:
-    """Return whether a step has few enough for our kernels of quantised and gated products."""
-    from mtpbuild.plugins.matmul_scaled.op import MAX_TOKENS
-
-    return plan.max_batch * plan.window <= MAX_TOKENS
+        (capability,) = plan.compute_capabilities
+        if float(capability) < 8:
+            needed = "kernels are for GPUs of compute capability 8.0 and later"
+            yield f"{needed}, this one has {capability}"
+        yield from lowering.list_missing_packages()
 
 
 TARGET = TensorRt()

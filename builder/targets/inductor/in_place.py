@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.targets.passes.gpu_graph import name_op
+from mtpbuild.builder.targets.inductor.gpu_passes import name_op
 from mtpbuild.plugins import IN_PLACE
 
 if TYPE_CHECKING:
