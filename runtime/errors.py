@@ -33,7 +33,7 @@ def take_first_line(error: BaseException) -> str:
 
 def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
-    return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
+    return f"pip install '.[{extras}]' (in a clone) or pip install 'WHEEL[{extras}]'"
 
 
 class MtpbuildError(Exception):
@@ -110,13 +110,22 @@ class MissingDependencyError(EngineError):
 
 
 @contextlib.contextmanager
-def advise_needing(what: str, extras: str) -> Iterator[None]:
-    """Turn an ImportError in the block into advice to install extras; what: `the flag needs`."""
+def explain_missing_package(
+    user: str, extras: str = "", *packages: str, install: str = ""
+) -> Iterator[None]:
+    """Turn an ImportError in the block into advice on what to install.
+
+    user: what needs the package, such as a flag. extras: of mtpbuild, which have the package.
+    packages: the ones that may be missing; by default any. install: the advice, in place of extras;
+    without either the ImportError stays as it is.
+    """
     try:
         yield
     except ImportError as error:
-        missing = f"{what} {error.name or error}: {advise_install(extras)}"
-        raise MissingDependencyError(missing) from None
+        advice = install or (extras and advise_install(extras))
+        if not advice or (packages and (error.name or "").partition(".")[0] not in packages):
+            raise
+        raise MissingDependencyError(f"{user} needs {error.name or error}: {advice}") from None
 
 
 class StepError(EngineError):

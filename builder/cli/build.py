@@ -131,10 +131,10 @@ def refit(
     chat_template: Path | None = flag(None, "Jinja file with the chat template, as of `build`."),
 ) -> None:
     """Put new weights into an engine without lowering its programs again."""
-    from mtpbuild.builder.checks import needs
+    from mtpbuild.runtime.errors import explain_missing_package
 
     with show_progress("reading the checkpoint") as watch:
-        with needs("build", "torch", "onnx", "onnxscript"):
+        with explain_missing_package("refit", "build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.compiler.refit import refit
         old, new = refit(engine, checkpoint, watch, mtp, chat_template)
     size = new.files["weights.safetensors"].size
@@ -165,11 +165,11 @@ def quantize(
     force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
-    from mtpbuild.builder.checks import needs
     from mtpbuild.builder.cli.tables import print_quantized
+    from mtpbuild.runtime.errors import explain_missing_package
 
     with show_progress("reading the checkpoint") as watch:
-        with needs("build", "torch", "safetensors"):
+        with explain_missing_package("quantize", "build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)

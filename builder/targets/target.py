@@ -7,10 +7,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.runtime.contract.targets import NoOptions
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, explain_missing_package
 
 if TYPE_CHECKING:
     from mtpbuild.builder.checkpoint.config import ModelConfig
@@ -99,7 +98,8 @@ class Target:
 
     def importing(self) -> AbstractContextManager[None]:
         """Turn an import error in the block into one line that names the missing package."""
-        return needs("build", *(name.replace("-", "_") for name in self.packages))
+        packages = (name.replace("-", "_") for name in self.packages)
+        return explain_missing_package(f"target {self.name}", "build", *packages)
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
         """Yield a line for each thing that a build on this machine lacks, for a dry run to list."""

@@ -6,11 +6,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.graph.style import Attends, GraphStyle, Sizes
 from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 

@@ -11,7 +11,6 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -30,6 +29,7 @@ from mtpbuild.lab.verify.checks import (
     read_layers,
 )
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.targets import find_target
@@ -65,8 +65,8 @@ class Verification:
 
 def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
     """Run every check that can be made; raise EngineError, UsageError and errors of builds."""
-    in_range(2, request.output_len, 1 << 20, "--output-len")
-    in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
+    in_range(request.output_len, 2, 1 << 20, "--output-len")
+    in_range(request.seeds, LEAST_SEEDS, 1 << 20, "--seeds")
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")

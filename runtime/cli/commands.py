@@ -25,7 +25,7 @@ from mtpbuild.runtime.contract.target_options import (
     load_options,
     make_option_flags,
 )
-from mtpbuild.runtime.errors import MtpbuildError, UsageError, advise_needing
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, explain_missing_package
 from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, find_given_flags, flag, group_flags
 from mtpbuild.runtime.threads import THREADS, parse_threads
 
@@ -121,7 +121,7 @@ def run(
     if sampling.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if talks:
-        with advise_needing("a chat in the terminal needs", "cpu"):
+        with explain_missing_package("a chat in the terminal", "cpu"):
             from mtpbuild.runtime.cli import chat_terminal
     engine = choose_engine(
         model, engine, yes=yes, make_engine=context.obj, acceptance=sampling.acceptance

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from mtpbuild.runtime.engine.loaded import Chat, LoadedEngine, Prompt
 from mtpbuild.runtime.engine.streams import AsyncChatStream, AsyncStream, ChatStream, Stream
-from mtpbuild.runtime.errors import EngineError, RequestError, UsageError, advise_needing
+from mtpbuild.runtime.errors import EngineError, RequestError, UsageError, explain_missing_package
 from mtpbuild.runtime.requests.answer import ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.requests.totals import MeteredModel, count_stats
@@ -273,7 +273,7 @@ class Engine(LoadedEngine):
 
         model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
-        with advise_needing("engine.metrics() needs", "serve"):
+        with explain_missing_package("engine.metrics()", "serve"):
             from mtpbuild.runtime.engine.metrics import write_metrics
         return write_metrics([self.meter(model_name or self.manifest.model.name)])
 
