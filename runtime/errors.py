@@ -31,6 +31,11 @@ def take_first_line(error: BaseException) -> str:
     return line.encode("utf-8", "backslashreplace").decode()
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split("\n"))
+
+
 def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
     return f"pip install '.[{extras}]' (in a clone) or pip install 'WHEEL[{extras}]'"

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, show_progress
-from mtpbuild.builder.flags import BuildFlags
+from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, show_progress
+from mtpbuild.builder.flags import (
+    BuildFlags,
+    CalibrationFlags,
+    RankFlags,
+    make_drafter_flag,
+    make_target_flag,
+)
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
-from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.target_options import list_changed_flags
-from mtpbuild.runtime.flag_groups import flag, group_flags
+from mtpbuild.runtime.flag_groups import drafts_flag, engine_flag, flag, group_flags, model_flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -25,42 +30,48 @@ if TYPE_CHECKING:
 @group_flags
 def build(
     model: Annotated[
-        str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE] of Hugging Face.")
+        str,
+        Option(
+            help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE] of Hugging Face.",
+            rich_help_panel="Model",
+        ),
     ],
-    compat: CompatFlags,
-    target_flags: TargetFlags,
-    ranks: RankFlags,
-    flags: BuildFlags,
-    nextn: str | None = flag(
+    *,
+    layers: str | None = model_flag(None, "Build only these main layers, 0-3, and the modules."),
+    weights: str | None = flag(
+        None,
+        "Quantise to int8, int4, fp8 or nvfp4; or floats. Default: as stored, or int8.",
+        panel="Weights",
+    ),
+    head_weights: str | None = flag(
+        None,
+        "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers.",
+        panel="Weights",
+    ),
+    calibration: CalibrationFlags,
+    nextn: str | None = drafts_flag(
         None,
         "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..5, chosen step by step. "
         "Default: the model's.",
     ),
-    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
-    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
-    weights: str | None = flag(
-        None, "Quantise to int8, int4, fp8 or nvfp4; or floats. Default: as stored, or int8."
-    ),
-    head_weights: str | None = flag(
-        None, "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers."
-    ),
-    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
-    calibration_text: Path | None = flag(
-        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
-    ),
-    acceptance_rule: list[str] | None = flag(
+    drafter: str | None = make_drafter_flag(),
+    acceptance_rule: list[str] | None = drafts_flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
     ),
-    prefix: list[Path] | None = flag(
+    target: str | None = make_target_flag(),
+    prefix: list[Path] | None = engine_flag(
         None, "File that prompts begin with, computed now: a text, or messages.json; repeatable."
     ),
+    flags: BuildFlags,
+    ranks: RankFlags,
+    target_flags: TargetFlags,
+    compat: CompatFlags,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.targets.choice import choose_target
-    from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
+    from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.configuration.settings import read_requested_ranks, read_sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -81,7 +92,7 @@ def build(
         target=target,
         ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
-        scheme=add_calibration(build_scheme(weights, head_weights), calibrate, calibration_text),
+        scheme=calibration.add_to(build_scheme(weights, head_weights)),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=options,
         **vars(flags),
@@ -150,6 +161,7 @@ def quantize(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
+    *,
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
     head: str | None = flag(
         None, "Format of embedding and head: int8, int4 or none. Default: none."
@@ -157,10 +169,7 @@ def quantize(
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),
-    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
-    calibration_text: Path | None = flag(
-        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
-    ),
+    calibration: CalibrationFlags,
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
@@ -171,9 +180,9 @@ def quantize(
     with show_progress("reading the checkpoint") as watch:
         with explain_missing_package("quantize", "build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-            from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
+            from mtpbuild.builder.weights.scheme import make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
-        scheme = add_calibration(plain, calibrate, calibration_text)
+        scheme = calibration.add_to(plain)
         done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
     print_quantized(done)
 
