@@ -32,9 +32,14 @@ def take_first_line(error: BaseException) -> str:
     return line.encode("utf-8", "backslashreplace").decode()
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split("\n"))
+
+
 def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
-    return f"pip install '.[{extras}]' in a clone of mtpbuild, or pip install 'WHEEL[{extras}]'"
+    return f"pip install '.[{extras}]' (in a clone) or pip install 'WHEEL[{extras}]'"
 
 
 class MtpbuildError(Exception):
@@ -115,13 +120,22 @@ class RunError(EngineError):
 
 
 @contextlib.contextmanager
-def advise_needing(what: str, extras: str) -> Iterator[None]:
-    """Turn an ImportError in the block into advice to install extras; what: `the flag needs`."""
+def explain_missing_package(
+    user: str, extras: str = "", *packages: str, install: str = ""
+) -> Iterator[None]:
+    """Turn an ImportError in the block into advice on what to install.
+
+    user: what needs the package, such as a flag. extras: of mtpbuild, which have the package.
+    packages: the ones that may be missing; by default any. install: the advice, in place of extras;
+    without either the ImportError stays as it is.
+    """
     try:
         yield
     except ImportError as error:
-        missing = f"{what} {error.name or error}: {advise_install(extras)}"
-        raise MissingDependencyError(missing) from None
+        advice = install or (extras and advise_install(extras))
+        if not advice or (packages and (error.name or "").partition(".")[0] not in packages):
+            raise
+        raise MissingDependencyError(f"{user} needs {error.name or error}: {advice}") from None
 
 
 class StepError(RunError):

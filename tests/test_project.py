@@ -264,8 +264,8 @@ def test_ops_need_torch_alone() -> None:
 
 # What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
-OF_A_KIND = "cache_widths check costs info load lower parse_config split_sizes weight_table"
-SAME_FUNCTIONS = f"{OF_A_KIND} list_architectures find_format refit unread visible_gpus"
+OF_A_KIND = "cache_widths costs info load lower parse_config split_sizes weight_table"
+SAME_FUNCTIONS = f"{OF_A_KIND} list_architectures find_format refit visible_gpus"
 
 
 def test_names_stand_for_one_thing() -> None:
@@ -277,7 +277,8 @@ def test_names_stand_for_one_thing() -> None:
         found = (n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
         functions.update({name for name in found if not name.startswith("_")})
     assert not {name for name, modules in classes.items() if modules > 1}
-    assert {name for name, modules in functions.items() if modules > 2} <= {*SAME_FUNCTIONS.split()}
+    thrice = {name for name, modules in functions.items() if modules > 2}
+    assert thrice == {*SAME_FUNCTIONS.split()}, "rename one of them, or keep the list as short"
 
 
 def import_cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -456,7 +457,7 @@ def test_extras_that_are_named_exist() -> None:
     named = {extra for text in texts for each in output.findall(text) for extra in each.split(",")}
     assert {"cpu", "serve", "tensorrt-build", "onnxruntime-gpu"} <= named <= set(extras)
     assert not [text for text in texts if "install 'mtpbuild" in text]
-    assert advise_install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
+    assert advise_install("cpu") == "pip install '.[cpu]' (in a clone) or pip install 'WHEEL[cpu]'"
 
 
 def test_wheels_for_a_machine_without_a_network() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.cli.engine_commands import confirm
+from mtpbuild.runtime.cli.commands import confirm
 from mtpbuild.runtime.contract.rules import find_rule, list_rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 

@@ -15,7 +15,13 @@ from mtpbuild.builder.cli.shared import (
     print_written_results,
     show_progress,
 )
-from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
+from mtpbuild.builder.flags import (
+    DatasetFlags,
+    EvalFlags,
+    VerifyFlags,
+    make_drafter_flag,
+    make_target_flag,
+)
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.cli.sampling_flags import (
@@ -31,13 +37,12 @@ from mtpbuild.runtime.configuration.settings import (
     name_source,
     read_requested_ranks,
 )
-from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, group_flags
+from mtpbuild.runtime.flag_groups import drafts_flag, flag, group_flags, output_flag
 from mtpbuild.runtime.ranks import ALONE
-from mtpbuild.runtime.threads import THREADS, parse_threads
+from mtpbuild.runtime.threads import make_threads_flag
 
 T = TypeVar("T")
 NEXTN = "0,1,2,3"
@@ -53,22 +58,25 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 @group_flags
 def bench(
     model: Annotated[str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE].")],
-    sampling: SamplingFlags,
-    compat: CompatFlags,
-    relaxing: RelaxedFlags,
+    *,
     dataset: DatasetFlags,
-    target_flags: TargetFlags,
-    load_flags: LoadFlags,
-    nextn: str | None = flag(
+    concurrency: str = flag(
+        "1", "Requests that run at once; several to compare: 1,2,4,8.", panel="Requests"
+    ),
+    sampling: SamplingFlags,
+    nextn: str | None = drafts_flag(
         None, f"Draft tokens per step to compare with 0: numbers or auto. Default: {NEXTN}."
     ),
-    concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
-    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
-    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
-    threads: int | None = flag(None, THREADS, parser=parse_threads),
-    out: Path = flag(Path("bench_results"), "Folder for bench.json and bench.png."),
-    json: bool = flag(False, "Print bench.json instead of the tables."),
+    drafter: str | None = make_drafter_flag(),
+    relaxed: bool = drafts_flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
+    relaxing: RelaxedFlags,
+    target: str | None = make_target_flag(),
+    threads: int | None = make_threads_flag(),
+    out: Path = output_flag(Path("bench_results"), "Folder for bench.json and bench.png."),
+    json: bool = output_flag(False, "Print bench.json instead of the tables."),
+    target_flags: TargetFlags,
+    load_flags: LoadFlags,
+    compat: CompatFlags,
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.plan.request import BuildRequest
@@ -110,16 +118,21 @@ def bench(
 @group_flags
 def evaluate(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    sampling: SamplingFlags,
-    compat: CompatFlags,
-    load_flags: LoadFlags,
+    *,
     flags: EvalFlags,
-    relaxed_topk: str | None = flag(None, f"Values to try at temperature 0. Default: {TOPK}."),
-    relaxed_delta: str | None = flag(None, f"Values to try with each of them. Default: {DELTA}."),
-    use_relaxed_acceptance_for_thinking: bool = flag(
+    json: bool = output_flag(False, "Print eval.json instead of the tables."),
+    sampling: SamplingFlags,
+    relaxed_topk: str | None = drafts_flag(
+        None, f"Values to try at temperature 0. Default: {TOPK}."
+    ),
+    relaxed_delta: str | None = drafts_flag(
+        None, f"Values to try with each of them. Default: {DELTA}."
+    ),
+    use_relaxed_acceptance_for_thinking: bool = drafts_flag(
         False, "TensorRT-LLM's; at temperature 0 it is always compared."
     ),
-    json: bool = flag(False, "Print eval.json instead of the tables."),
+    load_flags: LoadFlags,
+    compat: CompatFlags,
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
     from mtpbuild.lab.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
@@ -169,9 +182,10 @@ def read_grid(
 @group_flags
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    load_flags: LoadFlags,
+    *,
     flags: VerifyFlags,
     json: bool = flag(False, "As one JSON object."),
+    load_flags: LoadFlags,
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
     from mtpbuild.lab.verify import verify

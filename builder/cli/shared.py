@@ -4,7 +4,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,30 +12,14 @@ import typer
 
 from mtpbuild.builder.targets import load_flags
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration.settings import Given
 from mtpbuild.runtime.contract.target_options import make_option_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
     from mtpbuild.lab.show.pictures import Picture
 
 TargetFlags: Any = make_option_flags(load_flags)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankFlags:
-    """The flags for the number of ranks that share a model, and for how they share it."""
-
-    tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
-    ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
-    attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
-
-    def settings(self) -> list[Given]:
-        """Return the flags as settings, to be joined with a configuration's."""
-        switch = ("attention_dp", "--attention-dp", self.attention_dp or None)
-        return [("tp", "--tp", self.tp), ("ep", "--ep", self.ep), switch]
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

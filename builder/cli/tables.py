@@ -6,10 +6,11 @@ from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.lab.show.tables import print_lines, print_table
+from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
+from mtpbuild.runtime.tables import print_lines, print_table
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -22,44 +23,42 @@ if TYPE_CHECKING:
 
 def print_recipes(json: bool) -> None:
     """Print a line for each model that can be built by name, or all fields of each as JSON."""
+    recipes = load_recipes()
     if json:
-        print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
+        print(dumps([recipe.model_dump() for recipe in recipes], indent=1))
         return
-    rows = [(r.name, f"{r.engine}_n<nextn>", r.summary) for r in load_recipes()]
-    print_table([("model", "in engines/", "about"), *rows], texts=("in engines/", "about"))
+    rows = [(recipe.name, recipe.summary) for recipe in recipes]
+    print_table([("model", "about"), *rows], texts=("about",))
 
 
-def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) -> None:
+def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) -> None:
     """Print a line for each recipe that fits this machine, or an object for each as JSON."""
     rows: list[dict[str, Any]] = [
         {
-            "model": each.forecast.name,
-            "weights": each.engine.name,
-            "download_bytes": each.forecast.download,
-            "engine_bytes": each.engine.bytes,
-            "context": each.engine.context,
-            "tokens_per_s": each.tokens_per_s,
+            "model": model.forecast.name,
+            "weights": model.engine.weights or AS_STORED,
+            "download_bytes": model.forecast.download,
+            "engine_bytes": model.engine.bytes,
+            "context": model.engine.context,
+            "tokens_per_s": model.tokens_per_s,
         }
-        for each in found
+        for model in fitting
     ]
     if json:
         print(dumps(rows, indent=1))
         return
-    from mtpbuild.lab.forecast.cpu import format_speed
-
-    head = ("model", "--weights", "download", "engine", "context", "tokens/s, most")
     cells = [
         (
-            each.forecast.name,
-            each.engine.name,
-            format_size(each.forecast.download),
-            format_size(each.engine.bytes),
-            f"{each.engine.context:,}",
-            format_speed(each.tokens_per_s),
+            row["model"],
+            row["weights"],
+            format_size(row["download_bytes"]),
+            format_size(row["engine_bytes"]),
+            f"{row['context']:,}",
+            f"{float(format(row['tokens_per_s'], '.3g')):,g}",
         )
-        for each in found
+        for row in rows
     ]
-    print_table([head, *cells])
+    print_table([("model", "--weights", "download", "engine", "context", "tokens/s"), *cells])
     print_lines(
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
         "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"

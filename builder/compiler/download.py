@@ -14,7 +14,6 @@ from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.compiler.job import check_machine, check_small_files
 from mtpbuild.builder.compiler.plans import check_flags, cut_layers
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
@@ -28,7 +27,7 @@ from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describ
 from mtpbuild.builder.weights.gguf_folder import keep_configuration, make_checkpoint
 from mtpbuild.builder.weights.head import join_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.runtime.errors import CheckpointError, DownloadError
+from mtpbuild.runtime.errors import CheckpointError, DownloadError, explain_missing_package
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
@@ -56,7 +55,7 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
         # Nobody wants hundreds of GB on a machine that can't compile the engine.
         here = FoundModel(model.name, model.engine, model.recipe.config_folder, request.mtp)
         check_machine(request, target, here)
-    with needs("build", "huggingface_hub"):
+    with explain_missing_package("a download", "build", "huggingface_hub"):
         from mtpbuild.builder.compiler.hub import (
             UnreachableError,
             open_repository,
@@ -153,7 +152,7 @@ def fetch_configuration(name: str) -> Path | None:
     model = name_model(name)
     if model.recipe is not None or model.repository is None or model.find_weights() is not None:
         return None
-    with needs("build", "huggingface_hub"):
+    with explain_missing_package("a download", "build", "huggingface_hub"):
         from mtpbuild.builder.compiler.hub import (
             UnreachableError,
             open_repository,

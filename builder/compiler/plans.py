@@ -7,7 +7,6 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
@@ -29,6 +28,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import FLOATS, SCHEMES
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
@@ -118,9 +118,9 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
             config=config,
             nextn=nextn,
             drafter=choose_drafter(config, asked, request.drafter),
-            max_batch=in_range(1, request.max_batch, MAX_BATCH, "--max-batch"),
-            max_seq_len=in_range(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
-            prefill_chunk=in_range(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
+            max_batch=in_range(request.max_batch, 1, MAX_BATCH, "--max-batch"),
+            max_seq_len=in_range(length, nextn + 4, MAX_SEQ_LEN, "--max-seq-len"),
+            prefill_chunk=in_range(request.prefill_chunk, 1, MAX_CHUNK, "--prefill-chunk"),
             style=style,
             ranks=request.ranks,
             compute_capabilities=capabilities,
@@ -186,7 +186,7 @@ def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...
     if request.rank is not None:
         if request.ranks.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
-        in_range(0, request.rank, request.ranks.tp - 1, "--rank")
+        in_range(request.rank, 0, request.ranks.tp - 1, "--rank")
     target.check(request)
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.gguf.header import Keys, parse_header
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, explain_missing_package
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ = (
@@ -207,7 +206,7 @@ def find_header_end(path: Path) -> int | None:
 @lru_cache(maxsize=4)  # a build reads the header of a file several times
 def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str, RawTensor]]:
     header = parse_header(path)
-    with needs("build", "gguf"):
+    with explain_missing_package("a GGUF file", "build", "gguf"):
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     tensors = dict[str, RawTensor]()

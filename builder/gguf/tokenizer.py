@@ -25,14 +25,14 @@ SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": 
 
 
 @dataclass(frozen=True)
-class Split:
+class PreTokenizer:
     """How a tokenizer splits texts into words, by patterns that are applied in turn."""
 
     patterns: tuple[str, ...]
     normalised: bool = False  # whether texts are brought to NFC before
 
 
-Splits = Mapping[str, Split]  # by the key tokenizer.ggml.pre
+Splits = Mapping[str, PreTokenizer]  # by the key tokenizer.ggml.pre
 
 
 def split_words(letter: str, number: str = r"\p{N}") -> str:

@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.lab.bench.engines import EnginePair, build_engines
@@ -21,6 +20,7 @@ from mtpbuild.lab.bench.report import (
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset, load_groups, split_groups
 from mtpbuild.lab.show.results import check_writable, write_results
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
@@ -40,7 +40,7 @@ class BenchRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
         for size in self.concurrency:
-            in_range(1, size, MAX_BATCH, "--concurrency")
+            in_range(size, 1, MAX_BATCH, "--concurrency")
             if self.max_batch % size:
                 raise UsageError(
                     f"--concurrency {size} does not divide {self.max_batch}: groups of the largest "

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.plan.recipe import find_built_in
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.lab.measure.prompts import Prompt, add_seed, check_room
 from mtpbuild.lab.measure.runs import TimedAnswer, change_params, rotate, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import PromptLine, read_lines
 
 TASKS = ("reasoning",)
@@ -59,7 +59,7 @@ def load_problems(
     problems = read_lines(path, f"--task {task}", ProblemLine, take, hint)
     if count is None:
         return problems[: NUM_PROBLEMS if task in TASKS else None]
-    return problems[: in_range(1, count, len(problems), "--num-problems")]
+    return problems[: in_range(count, 1, len(problems), "--num-problems")]
 
 
 def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:

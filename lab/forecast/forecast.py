@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import check_cache_rows, choose_drafter
@@ -24,6 +23,7 @@ from mtpbuild.builder.plan.weight_classes import (
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.lab.forecast.machines import find_gpu
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart, count_distinct_experts
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 

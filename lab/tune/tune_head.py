@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import identity
 from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
@@ -37,6 +36,7 @@ from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedMo
 from mtpbuild.lab.measure.prompts import add_seed, check_room
 from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import (
     FileRequest,
     InputLine,
@@ -79,7 +79,7 @@ class TuneRequest(TuneFlags):
         """Return the request for the engine."""
         return BuildRequest(
             self.model,
-            nextn=(in_range(1, self.nextn, 15, "--nextn"),),
+            nextn=(in_range(self.nextn, 1, 15, "--nextn"),),
             drafter=self.drafter,
             scheme=build_scheme(self.weights),
             max_batch=AT_ONCE,
@@ -163,12 +163,12 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
     if request.lr is not None and not 0 < request.lr <= 1:
         raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
-    in_range(1, request.epochs, 10_000, "--epochs")
-    in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
+    in_range(request.epochs, 1, 10_000, "--epochs")
+    in_range(1 if request.lora is None else request.lora, 1, 4096, "--lora")
     lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
     if len(lines) < 2:
         raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
-    in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
+    in_range(1 if request.held_out is None else request.held_out, 1, len(lines) - 1, "--held-out")
     job = prepare(request.build_request())
     refuse_taken_folder(request.out, job.source.folder, force=request.force)
     drafter = next(iter(job.plans.values())).drafter

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.lab.measure.checks import (
@@ -33,7 +32,7 @@ from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
 from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, list_rules_of
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
-from mtpbuild.runtime.errors import advise_install
+from mtpbuild.runtime.errors import advise_install, explain_missing_package
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
@@ -124,7 +123,7 @@ def find_checkpoint(case: VerifyCase) -> Path:
             case.checkpoint or manifest.whole_model,
             revision=None if case.checkpoint else manifest.build.revision,
         )
-        with needs("build", "torch"):
+        with explain_missing_package("a comparison with the reference", "build", "torch"):
             from mtpbuild.lab.verify import plain  # noqa: F401  # it imports torch
     return source.folder
 

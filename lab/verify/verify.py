@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.text import Text
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -19,7 +18,6 @@ from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
 from mtpbuild.lab.measure.runs import reload_engine
-from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.lab.verify.checks import (
     CHECKS,
     VerifyCase,
@@ -28,11 +26,13 @@ from mtpbuild.lab.verify.checks import (
     read_layers,
 )
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.prefix_cache.files import check_prefixes
+from mtpbuild.runtime.tables import print_lines, print_table
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20
@@ -63,8 +63,8 @@ class Verification:
 
 def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
     """Run every check that can be made; raise EngineError, UsageError and errors of builds."""
-    in_range(2, request.output_len, 1 << 20, "--output-len")
-    in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
+    in_range(request.output_len, 2, 1 << 20, "--output-len")
+    in_range(request.seeds, LEAST_SEEDS, 1 << 20, "--seeds")
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")

@@ -24,7 +24,7 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     RequestError,
     UsageError,
-    advise_needing,
+    explain_missing_package,
     take_first_line,
 )
 from mtpbuild.runtime.group.start import find_own_folders
@@ -438,7 +438,7 @@ class Engine:
 
         model_name: a label; by default the model's name. It needs the package prometheus-client.
         """
-        with advise_needing("engine.metrics() needs", "serve"):
+        with explain_missing_package("engine.metrics()", "serve"):
             from mtpbuild.runtime.engine.metrics import write_metrics
         return write_metrics([self.meter(model_name or self.manifest.model.name)])
 

@@ -18,6 +18,7 @@ from mtpbuild.lab.forecast.report import print_forecast
 from mtpbuild.lab.measure.compare import Finding
 from mtpbuild.lab.verify.checks import CHECKS
 from mtpbuild.lab.verify.verify import Verification, print_verification
+from mtpbuild.runtime.cli.engines import ListedEngine, print_engine_list
 from mtpbuild.runtime.trace.lines import TraceFile
 from tests.support.bench_samples import graded_answers, made_by_hand
 from tests.support.fakes import fake_manifest
@@ -54,10 +55,17 @@ def print_verified() -> None:
     print_verification(Verification(Path("engines/e"), fake_manifest(), Path("engines/n0"), checks))
 
 
+def print_listed() -> None:
+    name = "qwen3.5_4b_n3_int4_with_a_long_name"
+    engine = ListedEngine(name, "qwen", "3", "int4", size=10**9, context=131_072, last_use=0)
+    print_engine_list([engine])
+
+
 PRINTED: dict[str, Callable[[], None]] = {
     "bench": lambda: print_benchmark(made_by_hand()),
     "bench --concurrency 1,2": lambda: print_benchmarks([made_by_hand(), made_by_hand(2)]),
     "eval": print_evaluated,
+    "list": print_listed,
     "plan": lambda: print_forecast(forecast(ForecastRequest("mimo-7b-rl", (0, 1, 2, 3)))),
     "plan --cpu": lambda: print_cpu_forecast(forecast_cpu(CPU, MACHINE)),
     "recipes": lambda: print_recipes(json=False),

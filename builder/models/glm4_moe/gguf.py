@@ -3,7 +3,7 @@
 from mtpbuild.builder.gguf.configs import Config, read_experts, read_heads, read_sizes
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tensors import LAYER, MODULE_LAYER, SHARED_EXPERTS, Architecture
-from mtpbuild.builder.gguf.tokenizer import Split, split_words
+from mtpbuild.builder.gguf.tokenizer import PreTokenizer, split_words
 
 WORDS = split_words(r"\p{L}", r"\p{N}{1,3}")
 
@@ -12,14 +12,14 @@ def list_architectures() -> tuple[Architecture, ...]:
     return (
         Architecture(
             "glm4moe",
-            read_config,
+            read_gguf_config,
             LAYER | SHARED_EXPERTS | MODULE_LAYER,
-            splits={"glm4": Split((WORDS,)), "chatglm-bpe": Split((WORDS,))},
+            splits={"glm4": PreTokenizer((WORDS,)), "chatglm-bpe": PreTokenizer((WORDS,))},
         ),
     )
 
 
-def read_config(file: GgufFile) -> Config:
+def read_gguf_config(file: GgufFile) -> Config:
     return {
         **read_sizes(file),
         **read_experts(file),

@@ -16,7 +16,7 @@ from mtpbuild.builder.gguf.configs import Config, read_heads, read_sizes
 from mtpbuild.builder.gguf.container import Floats, GgufFile
 from mtpbuild.builder.gguf.mapped import GgufWeight, Order, Tiles
 from mtpbuild.builder.gguf.tensors import LAYER, Architecture, LayerTensors, check_shape
-from mtpbuild.builder.gguf.tokenizer import Split, split_words
+from mtpbuild.builder.gguf.tokenizer import PreTokenizer, split_words
 from mtpbuild.builder.lazy_torch import torch
 
 TENSORS = LAYER | {
@@ -44,30 +44,30 @@ AS_FLOATS = re.compile(r".*(in_proj_(a|b)|shared_expert_gate)\.weight")
 def list_architectures() -> tuple[Architecture, ...]:
     dense = Architecture(
         "qwen35",
-        lambda file: read_config(file, "Qwen3_5", "qwen3_5_text", moe=False),
+        lambda file: read_gguf_config(file, "Qwen3_5", "qwen3_5_text", moe=False),
         TENSORS,
         modules=MODULES,
-        splits={"qwen35": Split((split_words(r"[\p{L}\p{M}]"),), normalised=True)},
+        splits={"qwen35": PreTokenizer((split_words(r"[\p{L}\p{M}]"),), normalised=True)},
         restore=restore_tiled,
     )
     experts = replace(
         dense,
         name="qwen35moe",
-        config=lambda file: read_config(file, "Qwen3_5Moe", "qwen3_5_moe_text"),
+        config=lambda file: read_gguf_config(file, "Qwen3_5Moe", "qwen3_5_moe_text"),
     )
     older = Architecture(
         "qwen3next",
-        lambda file: read_config(file, "Qwen3Next", "qwen3_next"),
+        lambda file: read_gguf_config(file, "Qwen3Next", "qwen3_next"),
         TENSORS,
         modules=MODULES,
-        splits={"qwen2": Split((split_words(r"\p{L}"),), normalised=True)},
+        splits={"qwen2": PreTokenizer((split_words(r"\p{L}"),), normalised=True)},
         merge=merge_packed,
         restore=restore,
     )
     return dense, experts, older
 
 
-def read_config(file: GgufFile, name: str, model_type: str, moe: bool = True) -> Config:
+def read_gguf_config(file: GgufFile, name: str, model_type: str, moe: bool = True) -> Config:
     values = file.key("ssm.time_step_rank")
     experts: Config = {} if not moe else {
         "num_experts": file.key("expert_count"),

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.targets.capability import ASSUMED, explain_capability
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 
