@@ -47,7 +47,7 @@ def plan(
         refuse_gpu_flags(context)
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
-    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
     from mtpbuild.lab.forecast.report import draw_forecast, make_plan_json, print_forecast

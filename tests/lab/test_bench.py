@@ -12,7 +12,6 @@ import typer
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import TargetFlags
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -41,6 +40,7 @@ from tests.support.fakes import FakePrograms
 from tests.support.invoke import invoke as command
 from tests.support.invoke import refusal
 from tests.support.registry import programs_by
+from tests.support.requests import build
 
 # The requests
 
