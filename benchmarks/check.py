@@ -38,6 +38,7 @@ from mtpbuild.lab.bench.bench import BenchRequest, bench
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset
 from mtpbuild.lab.measure.statistics import ALL
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.runtime import Engine, SamplingParams
 
 RECORDED = Path(__file__).parent / "results" / "check.json"
@@ -144,7 +145,9 @@ def int8_caches(threads: int) -> float:
         for caches in ("int8", "float32"):
             out, options = Path(folder) / caches, {"cache_dtype": caches}
             scheme = build_scheme("int8")
-            (built,) = build(BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options))
+            (built,) = build(
+                BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options), WORKBENCH
+            )
             loaded = Engine.load(built.folder, threads=threads, overlap=False, prefix_cache=False)
             engines.append(stack.enter_context(loaded))
         tokens, found = list(range(1, CACHED + 1)), list[float]()

@@ -35,6 +35,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset, load_groups
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")
@@ -100,7 +101,7 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
         out = FOLDER / f"{weights}_n{nextn}"
 
         def make() -> None:
-            build(BuildRequest(quantised(model, weights), (nextn,), out=out))
+            build(BuildRequest(quantised(model, weights), (nextn,), out=out), WORKBENCH)
 
         command = (python, str(HERE / "ours.py"), str(out), count)
         return Peer(f"mtpbuild nextn {nextn}", weights, command, make)
@@ -127,7 +128,7 @@ def quantised(model: str, weights: str) -> str:
     out = FOLDER / f"checkpoint-{weights}"
     if not out.exists():
         scheme = make_scheme(weights, None, None)
-        quantize(QuantizeRequest(model, scheme, out), lambda stage: None)
+        quantize(QuantizeRequest(model, scheme, out), WORKBENCH)
     return str(out)
 
 
@@ -282,7 +283,7 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     each, output = (3, 96) if arguments.quick else (10, 256)
     each, output = arguments.requests or each, arguments.output_len or output
-    build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"))
+    build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"), WORKBENCH)
     with Engine.load(FOLDER / "fp32_n0", prefix_cache=False) as engine:
         groups = load_groups(Dataset(num_requests=2 * each, output_len=output), engine, 1)
     asked = [prompt for group in groups for prompt in group]

@@ -109,18 +109,16 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> list["BuiltE
     """
     from mtpbuild.builder.cli.tables import print_dry_run, print_engines, print_stages
     from mtpbuild.builder.compiler.build import build
-    from mtpbuild.builder.compiler.download import download
     from mtpbuild.builder.compiler.dry_run import dry_run
     from mtpbuild.builder.compiler.prefixes import add_prefix, read_files
     from mtpbuild.builder.stages import Stages
+    from mtpbuild.lab.measure.workbench import WORKBENCH
 
     beginnings = read_files(prefixes, request.target, request.ranks.tp)
-    if not request.dry_run:
-        download(request)  # before the stages are shown, as it shows bars of its own
-    with show_progress("reading the checkpoint") as watch:
+    with show_progress() as watch:  # from the first stage on: downloads show bars of their own
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None
-        engines = build(request, stages) if foreseen is None else []
+        engines = build(request, WORKBENCH, stages) if foreseen is None else []
         for engine, name in itertools.product(engines, beginnings):
             watch(f"prefix {name} of {engine.folder.name}")
             add_prefix(engine.folder, name, beginnings[name])
@@ -185,7 +183,9 @@ def quantize(
             from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
         scheme = add_calibration(plain, calibration.calibrate, calibration.calibration_text)
-        done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
+        from mtpbuild.lab.measure.workbench import WORKBENCH
+
+        done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), WORKBENCH, watch)
     print_quantized(done)
 
 

@@ -59,7 +59,7 @@ def plan(
             raise UsageError(f"--cpu does not go with {names}: they are for plans of GPUs")
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
-    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
     from mtpbuild.lab.forecast.report import make_plan_json, plot_forecast, print_forecast

@@ -44,11 +44,11 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def show_progress(first: str) -> Iterator[Callable[[str], None]]:
+def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
     """Show the current stage on standard error; yield a function that changes it.
 
-    A terminal shows it with the seconds since the command began. Elsewhere each stage after the
-    first one is a line.
+    A terminal shows it with the seconds since the command began, without a `first` stage from the
+    second one on. Elsewhere each stage after the first one is a line.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -58,9 +58,19 @@ def show_progress(first: str) -> Iterator[Callable[[str], None]]:
         yield StageLines()
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
-        task = shown.add_task(first, total=None)
-        yield lambda stage: shown.update(task, description=stage)
+    progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    task = progress.add_task(first, total=None)
+
+    def show(stage: str) -> None:
+        progress.start()
+        progress.update(task, description=stage)
+
+    try:
+        if first:
+            progress.start()
+        yield show
+    finally:
+        progress.stop()
 
 
 class StageLines:

@@ -95,8 +95,8 @@ def print_dry_run(done: "DryRun") -> None:
                 str(engine.folder),
                 f"0 to {plan.nextn}" if plan.adaptive else str(plan.nextn),
                 plan.drafter or "-",
-                f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
-                f"{engine.state / 1e9:,.3f} GB{per_rank}",
+                f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
+                f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}",
                 "to do" if engine.new else "if changed",
             )
         )
@@ -138,9 +138,10 @@ def _print_graphs(engine: "EngineForecast") -> None:
     print_lines(f"{engine.folder}: exported without weights: {sizes}")
     if step := engine.graphs.get(PLAIN):
         start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-        held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
-        if engine.held != engine.weights:
-            held += f", all programs together hold {format_size(engine.held)} of weights"
+        weights, loaded = engine.weight_file_bytes, engine.loaded_weight_bytes
+        held = f"weights {format_size(weights)}, caches {format_size(engine.cache_bytes)}"
+        if loaded != weights:
+            held += f", all programs together hold {format_size(loaded)} of weights"
         temporary = max(graph.temporary for graph in engine.graphs.values())
         results = f"intermediate results up to {format_size(temporary)}"
         print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")

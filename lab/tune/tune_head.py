@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.calibrate import open_state
 from mtpbuild.builder.compiler.fingerprint import identity
-from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
-from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
+from mtpbuild.builder.compiler.plans import Plans, plan_engines
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.engine.staged import stage_folder
@@ -33,7 +33,9 @@ from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel, make_batches
+from mtpbuild.lab.measure.own_texts import OwnAnswer, read_answers, write_answers
 from mtpbuild.lab.measure.prompts import add_seed, check_room
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.checks import in_range
@@ -110,14 +112,14 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     UsageError, CheckpointError or BuildError.
     """
     # 1. What to train: the modules of the model, as an engine's drafter uses them.
-    job, how, inputs = check_request(request)
-    model = job.open_model("meta")
+    plans, how, inputs = check_request(request)
+    model = plans.open_model("meta")
     check_model(model.config, how)
     open_state(request.state, inputs, discard=request.force)
 
     # 2. The model's own answers, some of which only measure.
     with stages("write texts"):
-        answers, before = write_texts(request, job.request, stages)
+        answers, before = write_texts(request, plans.request, stages)
     ordered = sorted(answers, key=lambda answer: len(answer.prompt + answer.answer))
     batches = make_batches(answer.prompt + answer.answer for answer in ordered)
 
@@ -136,7 +138,7 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     # 5. The head, and what it is worth: the same engine with its weights.
     with stage_folder(request.out, "head") as staged:
         write_head(known, weights, staged.folder)
-        raw = read_json(job.source.folder / CONFIG)
+        raw = read_json(plans.source.folder / CONFIG)
         write_json(staged.folder / CONFIG, {n: raw[n] for n in raw if n != "quantization_config"})
         with stages("measure"):
             refit(request.engine, request.model, stages.watch, mtp=staged.folder)
@@ -157,8 +159,8 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     return report
 
 
-def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
-    """Check what needs no weights; return the job of the engine, the training, and their inputs."""
+def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
+    """Check what needs no weights; return the plans, the training, and their inputs."""
     if request.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
     if request.lr is not None and not 0 < request.lr <= 1:
@@ -169,16 +171,16 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     if len(lines) < 2:
         raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
     in_range(1 if request.held_out is None else request.held_out, 1, len(lines) - 1, "--held-out")
-    job = prepare(request.build_request())
-    refuse_taken_folder(request.out, job.source.folder, force=request.force)
-    drafter = next(iter(job.plans.values())).drafter
+    plans = plan_engines(request.build_request())
+    refuse_taken_folder(request.out, plans.source.folder, force=request.force)
+    drafter = plans.engines[plans.first].drafter
     if drafter not in (EAGLE, VANILLA):
         raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
-    lr = LR / job.config.hidden_size if request.lr is None else request.lr
+    lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
-    [fingerprint] = take_fingerprints(job).fingerprints.values()
+    [fingerprint] = plans.take_fingerprints().fingerprints.values()
     read = [identity(request.data), request.max_tokens, request.held_out]
-    return job, how, json.dumps([fingerprint, read, asdict(how)])
+    return plans, how, json.dumps([fingerprint, read, asdict(how)])
 
 
 def refuse_answer(line: InputLine, number: int) -> InputLine:
@@ -215,7 +217,7 @@ def write_texts(
     """Let an engine answer all prompts; return the answers to train on and the held-out ones."""
     paths = [request.state / name for name in (ANSWERS, BEFORE)]
     if not all(path.is_file() for path in paths):
-        build(engine, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
+        build(engine, WORKBENCH, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
         with Engine.load(request.engine, prefix_cache=False) as loaded:
             for requests, path in zip(split_requests(request, loaded), paths, strict=True):
                 if not path.is_file():

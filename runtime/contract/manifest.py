@@ -100,8 +100,9 @@ class BuildInfo(_Record):
     # does not use it.
     cpu_layout: str | None = None
     # Whether texts and log-probabilities with strict acceptance depend on tokens and weights alone.
-    # It is true if all operators are known and the checks in `probed` passed.
-    exact: bool = False
+    # It is true if all operators are known and the checks in `probed` passed. None: no probe has
+    # run, which counts as not exact.
+    exact: bool | None = None
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
     probe_version: int = Field(default=1, ge=1)  # PROBE_VERSION of that build
     # The build's --weights: the format that weights were quantised to, or "floats". None: they
@@ -126,12 +127,12 @@ class BuildInfo(_Record):
     @property
     def counts_as_exact(self) -> bool:
         """Whether the engine is exact by the rules of today."""
-        return self.exact and self.probe_version >= PROBE_VERSION
+        return self.exact is True and self.probe_version >= PROBE_VERSION
 
     @property
     def exact_note(self) -> str | None:
         """A line for an engine that only older rules call exact."""
-        if self.exact == self.counts_as_exact:
+        if not self.exact or self.counts_as_exact:
             return None
         return (
             f"it counts as not exact: probe version {self.probe_version} found it exact, "

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
@@ -22,6 +21,7 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
+from tests.support.requests import build
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.config import ModuleInputs, MoEConfig
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.job import prepare
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.plans import plan_engines
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Positions, Rope
@@ -51,7 +50,7 @@ from tests.support.families import (
 from tests.support.forced import COUNT, DRAFTS, TOKENS, check_programs
 from tests.support.inductor_engines import compiled_soon
 from tests.support.numbers import check_rounded, plain_with_rounding
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 from tests.support.steps import check_family
 from tests.support.transformers_oracle import load_modules, transformers_greedy, transformers_model
 
@@ -433,7 +432,7 @@ def test_stripped_modules(name: str, stripped: str, says: str, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=says):
         build(build_request(folder, (1,), out=tmp_path / "n1"))
     assert not (tmp_path / "n1").exists()
-    without = prepare(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
+    without = plan_engines(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
     assert without.config.num_nextn_predict_layers == 0
     assert not any(weight.name.startswith("mtp.") for weight in without.table)
 

@@ -8,7 +8,6 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from mtpbuild.builder.compiler.download import download
 from mtpbuild.builder.gguf.choice import choose_head, choose_model
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -18,6 +17,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from tests.support.gguf_files import SMALL, random_tensors, split_head, usual, write_gguf
 from tests.support.invoke import invoke, refusal
 from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
+from tests.support.requests import download
 
 NAME = "some/Qwen-GGUF"
 START = 1_000_000  # bytes that are asked for at first

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.weights.head import open_head
@@ -51,7 +51,7 @@ def edit(folder: Path, change: Callable[[Tensors], Any], file: str = SINGLE) -> 
 
 
 def opened(folder: Path, nextn: int, out: Path, **more: Any) -> OpenedModel:
-    return prepare(build_request(folder, (nextn,), out=out, **more)).open_model()
+    return plan_engines(build_request(folder, (nextn,), out=out, **more)).open_model()
 
 
 def read_module(model: OpenedModel) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.plan.request import BuildRequest
@@ -32,7 +32,7 @@ from mtpbuild.runtime.errors import (
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.stand_ins import failing
 
 
@@ -138,7 +138,7 @@ def test_unchanged_is_left_alone_without_torch(quick_engines: Path, smallest: Pa
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mtpbuild.builder.compiler.build import build\n"
+        "from tests.support.requests import build\n"
         "from mtpbuild.builder.plan.request import BuildRequest\n"
         "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"

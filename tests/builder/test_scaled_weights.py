@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import list_notes
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.nvfp4 import NVFP4
@@ -43,6 +42,7 @@ from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 from tests.support.inductor_engines import compiled_soon
 from tests.support.opened import load_model, opened
+from tests.support.requests import build, quantize
 from tests.support.styles import style_of
 
 BOTH = ("fp8", "nvfp4")

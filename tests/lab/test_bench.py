@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -36,6 +35,7 @@ from tests.support.fakes import FakePrograms
 from tests.support.invoke import invoke as command
 from tests.support.invoke import options, refusal
 from tests.support.registry import programs_by
+from tests.support.requests import build
 
 # The requests
 

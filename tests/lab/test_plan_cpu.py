@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.plan.context import MAPPED
 from mtpbuild.builder.plan.machine import Disk, Machine, find_disk, measure_machine
@@ -27,7 +27,7 @@ from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
 from tests.support.forecasts import counted_once
 from tests.support.invoke import invoke, refusal
-from tests.support.requests import build_request
+from tests.support.requests import build_request, quantize
 
 GIGACHAT = "gigachat3-10b-a1.8b-bf16"
 SIZES = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
@@ -85,13 +85,13 @@ def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
     request = build_request(folder, nextn=(0,), out=tmp_path / "e")
     (found,) = dry_run(request, Stages()).engines
     sizes = engine_sizes(foretold(folder, 0))
-    assert sizes["none"] == found.weights
+    assert sizes["none"] == found.weight_file_bytes
     # Whatever the checkpoint is in, --weights says what the engine is in.
     assert sizes | {"none": 0} == engine_sizes(foretold(plain, 0)) | {"none": 0}
     E, V, modules = (EVEN[n] for n in ("hidden_size", "vocab_size", "num_nextn_predict_layers"))
     more = 2 * V * E + modules * 2 * E * E  # what --weights rounds, too
-    smaller = sizes.get(format, found.weights)
-    assert found.weights - smaller == (more * (64 - 17) // 16 if format in sizes else 0)
+    smaller = sizes.get(format, found.weight_file_bytes)
+    assert found.weight_file_bytes - smaller == (more * (64 - 17) // 16 if format in sizes else 0)
 
 
 def test_gigachat_by_hand() -> None:
