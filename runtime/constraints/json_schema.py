@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_patterns import FORMATS, PATTERNS, translate_pattern
+from mtpbuild.runtime.constraints.json_patterns import FORMATS, translate_pattern
 
 Json = dict[str, Any]
 
@@ -176,46 +176,38 @@ def _rewrite(schema: Any) -> Any:
 
 
 def _rewrite_texts(schema: Json) -> None:
-    """Replace formats by patterns, and translate all patterns to Rust's syntax."""
+    """Narrow formats by patterns, and translate all patterns to Rust's syntax."""
     if isinstance(named := schema.get("patternProperties"), dict):
         schema["patternProperties"] = {
             translate_pattern(name): inner for name, inner in named.items()
         }
-    patterns = (
-        [translate_pattern(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
-    )
-    if isinstance(name := schema.get("format"), str):
-        if name not in FORMATS:
-            del schema["format"]  # only an annotation
-        elif FORMATS[name] in PATTERNS:
-            del schema["format"]
-            patterns += map(translate_pattern, PATTERNS[FORMATS[name]])
-        else:
-            schema["format"] = FORMATS[name]
-    if patterns:
-        schema["pattern"] = patterns[0]
-    if len(patterns) > 1:
+    patterns = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    if isinstance(schema.get("format"), str):
+        native, narrower = FORMATS.get(schema.pop("format"), (None, []))  # others: annotations
+        schema |= {"format": native} if native else {}
+        patterns += narrower
+    first, *others = [*map(translate_pattern, patterns)] or [None]
+    if first is not None:
+        schema["pattern"] = first
+    if others:
         kind = {"type": schema["type"]} if "type" in schema else {}
-        rest = [{**kind, "pattern": pattern} for pattern in patterns[1:]]
-        schema["allOf"] = [*schema.get("allOf", []), *rest]
+        parts = [{**kind, "pattern": pattern} for pattern in others]
+        schema["allOf"] = [*schema.get("allOf", []), *parts]
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Replace exclusive bounds of integers, or beyond 2^53, by inclusive bounds."""
+    """Replace exclusive bounds beyond 2^53 by inclusive bounds."""
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
         if isinstance(bound, bool):  # as in draft 4
             bound = schema.pop(name, None) if bound else None
-        if bound is None:
-            continue
-        is_integer = schema.get("type") == "integer"
-        if not isinstance(bound, int | float) or not (is_integer or abs(bound) >= 2**53):
+        if isinstance(bound, int | float) and abs(bound) >= 2**53:
+            tightest = max if step > 0 else min
+            inside = int(bound) + step  # floats of this size are whole
+            schema[name] = tightest(inside, schema.get(name, inside))
+        elif bound is not None:
             schema[exclusive] = bound
-            continue
-        inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step
-        tightest, old = max if step > 0 else min, schema.get(name)
-        schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
 
 
 def _simplify(value: Any) -> Any:
