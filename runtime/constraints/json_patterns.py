@@ -90,17 +90,17 @@ def _read_escape(pattern: str, at: int) -> tuple[str, int | None, int]:
     if char.lower() in CLASSES and char:
         members = CLASSES[char.lower()]
         return (f"[{members}]" if char.islower() else f"[^\\x00{members}]"), None, at + 1
-    if found := PROPERTY.match(pattern, at):
-        return f"[\\{found[0]}&&[^\\x00]]", None, found.end()
-    if found := CODE.match(pattern, at):
-        long, high, low, four, two, control = found.groups()
+    if match := PROPERTY.match(pattern, at):
+        return f"[\\{match[0]}&&[^\\x00]]", None, match.end()
+    if match := CODE.match(pattern, at):
+        long, high, low, four, two, control = match.groups()
         if control:
             code = ord(control) % 32
         elif high:
             code = 0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF)
         else:
             code = int(long or four or two, 16)
-        return _write_char(code), code, found.end()
+        return _write_char(code), code, match.end()
     if char in CONTROLS:
         return _write_char(CONTROLS[char]), CONTROLS[char], at + 1
     if char and not char.isalnum():

@@ -15,8 +15,7 @@ import httpx2
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
-from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.service import Services
+from mtpbuild.runtime.server.service import Service, Services
 
 if TYPE_CHECKING:
     from openai import OpenAI
