@@ -300,8 +300,9 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate(raw)
         manifest.check_sizes()
     except ValueError as error:
-        known = isinstance(error, ValidationError)
-        what = describe_first_error(error, slice(None)) if known else error
+        what = str(error)
+        if isinstance(error, ValidationError):
+            what = describe_first_error(error, slice(None))
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
     return manifest
 
