@@ -235,8 +235,8 @@ class Slots:
         carries = self._carries[self._now]
         for held in (*self._carries, self._controls):
             for name, array in held.items():
-                given = carries.get(name, array)[source : source + 1]
-                self._memory.copy(given, array[target : target + 1])
+                row = carries.get(name, array)[source : source + 1]
+                self._memory.copy(row, array[target : target + 1])
         self._mixed[target], self._missed[target] = self._mixed[source], self._missed[source]
 
     def draft(self, nextn: int) -> None:
@@ -267,8 +267,8 @@ class Slots:
     def _make_prompt_inputs(self, start: int, tokens: Ints) -> Arrays:
         """Return prefill's inputs from the host: a chunk, the tokens after it, and its start."""
         chunk = len(tokens) - self.lookahead
-        given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
-        return given | {"start": np.array([start], np.int64)}
+        inputs = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
+        return inputs | {"start": np.array([start], np.int64)}
 
 
 def list_result_specs(program: ProgramSpec) -> list[TensorSpec]:
