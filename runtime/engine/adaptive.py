@@ -43,7 +43,7 @@ class AdaptiveNextn(StepLauncher):
     """
 
     def __init__(self, max_nextn: int, times: StepTimes | None = None) -> None:
-        self._most, self._times = max_nextn, times or StepTimes(max_nextn)
+        self._max_nextn, self._times = max_nextn, times or StepTimes(max_nextn)
         self._model = AcceptanceModel(max_nextn)
         self._beliefs: dict[Hashable, Belief] = {}
         self._credit = 0.0  # what trials may lose now, in steps without drafts
@@ -118,7 +118,7 @@ class AdaptiveNextn(StepLauncher):
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried
-        tokens, more = self._model.tokens, np.arange(self._most + 1) > best
+        tokens, more = self._model.tokens, np.arange(self._max_nextn + 1) > best
         expected = beliefs @ tokens
         rate = float(expected[best] / times[best])
         loss = np.maximum(times - expected / rate, 0)

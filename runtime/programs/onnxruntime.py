@@ -194,10 +194,15 @@ class OnnxPrograms(HostSlots):
             if name not in inputs:
                 continue
             start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
-            kind = BFLOAT16 if view.dtype == np.uint16 else view.dtype
-            buffer = device, 0, kind, view.shape, start
-            binding.bind_input(name, *buffer)
-            binding.bind_output(name + ".out", *buffer)
+            buffer: dict[str, Any] = {
+                "device_type": device,
+                "device_id": 0,
+                "element_type": BFLOAT16 if view.dtype == np.uint16 else view.dtype,
+                "shape": view.shape,
+                "buffer_ptr": start,
+            }
+            binding.bind_input(name, **buffer)
+            binding.bind_output(name + ".out", **buffer)
         return binding
 
     def _open_session(self, program: str) -> Any:
@@ -282,7 +287,7 @@ def load(
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:
         raise EngineError(
-            f"{folder}: its operators are for CPUs: build it as portable for provider {provider}"
+            f"{folder}: this engine runs on CPUs only; for provider {provider} build it as portable"
         )
     if build.cpu_layout is None and build.block_size is not None:
         raise EngineError(

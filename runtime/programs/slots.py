@@ -137,7 +137,7 @@ class Slots:
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that need the mixed program
         self._bindings: dict[Any, Any] = {}  # programs' inputs; cleared when the layout changes
-        self._most = self._nextn = manifest.build.nextn
+        self._max_nextn = self._nextn = manifest.build.nextn
         self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # for the prefix cache
         # The newest tokens of each slot that its drafter has missed, each with its hidden state.
         self._missed: list[list[tuple[int, Any]]] = [[] for _ in range(self._batch)]
@@ -256,7 +256,7 @@ class Slots:
         each number of slots gain from that.
         """
         kind = MIXED if (mixed & active).any() else PLAIN
-        program = name_program(kind, self._nextn, self._most)
+        program = name_program(kind, self._nextn, self._max_nextn)
         return program, len(active) - int(active[::-1].argmax())
 
     def _allocate_zeros(self, tensors: Iterable[TensorSpec]) -> dict[str, Array]:
