@@ -66,7 +66,8 @@ class Bin:
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of the table: the range, the count, the share and its interval."""
-        ends, share = dict.fromkeys(f"{end:.4g}" for end in (self.low, self.high)), self.share
+        ends = dict.fromkeys(f"{end:.4g}" for end in (self.low, self.high))
+        share = self.share
         shares = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
         return " to ".join(ends), str(self.judged), *shares
 
@@ -111,7 +112,8 @@ def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
             if row < step.num_drafts:
-                margin, greedy = step.margins[row], request.request.greedy
+                margin = step.margins[row]
+                greedy = request.request.greedy
                 yield JudgedDraft(
                     task_id=task_id,
                     step=step.step,

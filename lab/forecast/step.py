@@ -113,7 +113,10 @@ class CostModel:
 
         share: the fraction of these weights that a pass reads.
         """
-        c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
+        c = self.costs
+        bytes = 0.0
+        operations = 0.0
+        compute = 0.0
         for weights in classes:
             for count in counts:
                 read = chosen = 1.0
@@ -133,7 +136,10 @@ class CostModel:
 
         passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
         """
-        c, context, read, operations = self.costs, load.context, 0.0, 0.0
+        c = self.costs
+        context = load.context
+        read = 0.0
+        operations = 0.0
         for width in filter(None, widths):
             attended = c.attended or width
             scoring = c.scoring if width > attended else 0.0
@@ -172,7 +178,8 @@ class CostModel:
         A prompt's attention over `rows` rows is included. Recurrent states are counted here, as
         they do not grow with the context.
         """
-        c, window = self.costs, self.ranks.local(batch) * (nextn + 1)
+        c = self.costs
+        window = self.ranks.local(batch) * (nextn + 1)
         activations = 2 * max(chunk, window) * c.activations
         activations += 2 * rows * (chunk * c.scores + c.expanded)
         states = self.ranks.local(batch) * self.state_bytes

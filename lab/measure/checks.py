@@ -20,7 +20,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, lengths of the prompts
+TOKENS = 8
+LENGTHS = (3, 20)  # of the probe: tokens of each text, lengths of the prompts
 ROUNDED = 0.5  # compare.MOST for integers and bfloat16, whose products also round their inputs
 
 
@@ -134,7 +135,8 @@ def probe(folder: Path) -> ProbeResult:
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
     """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
-    capacity, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
+    capacity = engine.manifest.build.max_seq_len
+    vocabulary = engine.manifest.model.vocab_size
     for length in LENGTHS:
         if length + TOKENS <= capacity:
             yield [(37 * place + length) % vocabulary for place in range(length)]

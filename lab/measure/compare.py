@@ -89,7 +89,8 @@ def find_differences(
 
     Yields the larger margin of the two choices, and a description of the place.
     """
-    at, wanted = 0, theirs.token_ids
+    at = 0
+    wanted = theirs.token_ids
     while (place := find_first_difference(ours.token_ids, wanted[at:])) is not None:
         mine, other = ours.token_ids[place:][:1], wanted[at + place :][:1]  # []: the text ends
         both = mine and other

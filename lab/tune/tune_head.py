@@ -256,7 +256,8 @@ def split_requests(
 
 def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stages) -> list[Path]:
     """Write the trunk's hidden states, as modules read them, to a file per batch."""
-    width, dtype = model.config.hidden_size, DTYPES[how.dtype]
+    width = model.config.hidden_size
+    dtype = DTYPES[how.dtype]
     size = 8 * width * sum(batch.numel() for batch in model.batches)  # a layer's input and output
     if size > (free := find_disk(folder).free):
         raise UsageError(
@@ -283,7 +284,8 @@ def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stag
 
 def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write all modules: floats as they are stored, what was quantised in bf16."""
-    stored, entries = model.checkpoint, dict[str, Entry]()
+    stored = model.checkpoint
+    entries = dict[str, Entry]()
 
     def find_dtype(name: str) -> str:
         entry = stored.tensors.get(name)

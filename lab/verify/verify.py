@@ -112,7 +112,8 @@ def run_check(name: str, case: VerifyCase) -> Finding:
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
-    params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
+    params = SamplingParams(max_tokens=request.output_len)
+    flag = "--prompts"
     if request.prompts is not None:
         requests = read_requests(request.prompts, engine, params, flag=flag)
     elif engine.tokenizer is None or engine.tokenizer.chat_template is None:
