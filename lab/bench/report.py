@@ -140,10 +140,9 @@ def list_rows(report: Benchmark, kind: str) -> Iterator[Row]:
             return ""
 
     rows = report.rows
-    lines = list_lines(max(row.max_drafts for row in report.rows))
     yield "nextn", *(str(row.nextn) for row in rows)
     yield "drafter", *((row.drafter or "-").removeprefix("mtp-") for row in rows)
-    for name, template in lines.items():
+    for name, template in list_lines(max(row.max_drafts for row in report.rows)).items():
         yield name, *(format_cell(template, row) for row in rows)
 
 
@@ -209,21 +208,19 @@ def plot_speedups(report: Benchmark) -> Picture:
     for kind in [kind for kind in rows[0].kinds if kind != ALL]:
         figures = [row.kinds[kind] for row in rows]
         ratios = [row.speedup(kind) for row in rows]
-        notes = [f"{ratio.value:.2f}" for ratio in ratios]
         predicted = [f["predicted_speedup"] or math.nan for f in figures]
         speedups += [
-            Line(kind, ratios, notes=notes),
+            Line(kind, ratios, notes=[f"{ratio.value:.2f}" for ratio in ratios]),
             Line("predicted: L / (v + d)", predicted, look="_"),
         ]
         lengths.append(Line(kind, [f["spec_decode_acceptance_length"] or 1 for f in figures]))
     lengths.append(Line("all drafts accepted", [row.max_drafts + 1 for row in rows], look=":"))
     ticks = [row.nextn for row in rows]
-    title = f"{report.model}: what MTP gives"
     panels = [
         Panel(NEXTN, "speedup over nextn 0", speedups, ticks),
         Panel(NEXTN, "acceptance length (tokens per step)", lengths, ticks),
     ]
-    return Picture(title, write_machine_note(report.machine), panels)
+    return Picture(f"{report.model}: what MTP gives", write_machine_note(report.machine), panels)
 
 
 def plot_steps(report: Benchmark) -> Picture:
@@ -243,8 +240,7 @@ def plot_steps(report: Benchmark) -> Picture:
         Panel("ms per step (the last: 99th percentile and above)", "share of steps", times),
         Panel("draft of a step", "share of steps that accepted it", rates, options=options),
     ]
-    title = f"{report.model}: step by step"
-    return Picture(title, write_machine_note(report.machine), panels)
+    return Picture(f"{report.model}: step by step", write_machine_note(report.machine), panels)
 
 
 def plot_batches(reports: Sequence[Benchmark]) -> Picture:

@@ -89,9 +89,8 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json and study.csv; raise UsageError."""
     check_writable(out)
     studies = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [make_study_json(study) for study in studies]}
     rows = ({"trace": str(s.trace.path), **asdict(draft)} for s in studies for draft in s.drafts)
-    write_results(out, "study", document, rows)
+    write_results(out, "study", {"traces": [make_study_json(study) for study in studies]}, rows)
     return studies
 
 

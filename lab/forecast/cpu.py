@@ -115,8 +115,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     request, layout = resolve_request(request, CACHES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
-    fetched = needs_download(request)
-    download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
+    download = sum(portion.bytes for portion in sizes.values()) if needs_download(request) else 0
     models = {weights: make_engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
         forecast_engine(request, weights, model, download, machine)
@@ -173,10 +172,9 @@ def forecast_engine(
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
     limit = model.config.max_position_embeddings
-    max_nextn = max(request.nextn)
 
     def state_bytes(context: int) -> int:
-        return count_cache_bytes(replace(request, max_seq_len=context), model, max_nextn)
+        return count_cache_bytes(replace(request, max_seq_len=context), model, max(request.nextn))
 
     context = choose_context(limit, machine.memory, file, state_bytes)
     lacking = machine.lacking(download, file)
@@ -188,9 +186,8 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
 
     Recurrent states count twice: a step reads one copy and writes the other.
     """
-    rows = request.max_seq_len + nextn + 1
     row = model.cache_bytes(nextn, request.cache_dtype)
-    return request.max_batch * (rows * row + 2 * model.state_bytes)
+    return request.max_batch * ((request.max_seq_len + nextn + 1) * row + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:

@@ -222,8 +222,7 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights as the engines of the targets for GPUs hold them."""
-    style = TARGET.style(TARGET.Options(), layout.config)
-    return count_classes(layout, ranks, style)
+    return count_classes(layout, ranks, TARGET.style(TARGET.Options(), layout.config))
 
 
 def resolve_request(

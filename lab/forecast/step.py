@@ -80,8 +80,7 @@ class CostModel:
         for weights in self.classes:
             if not weights.module and weights.name != "embedding":
                 yield self._count_weights(weights.name, [weights], [nextn + 1], load)
-        widths = self.widths[: self.config.num_hidden_layers]
-        yield self._cache("caches", widths, [nextn + 1], load)
+        yield self._cache("caches", self.widths[: self.config.num_hidden_layers], [nextn + 1], load)
         if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._make_part("recurrent states", bytes, 0, 0)

@@ -100,8 +100,7 @@ def check_batch(case: Case) -> Finding:
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
-    rejecting = {"temperature": 0.8, "acceptance": "rejection"}
-    params = case.params({}, SETTINGS[0], rejecting)
+    params = case.params({}, SETTINGS[0], {"temperature": 0.8, "acceptance": "rejection"})
     return case.compare(params, case.run(params, together=True), case.run(params))
 
 
@@ -135,10 +134,9 @@ def probe(folder: Path) -> ProbeResult:
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
     """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
-    capacity = engine.manifest.build.max_seq_len
     vocabulary = engine.manifest.model.vocab_size
     for length in LENGTHS:
-        if length + TOKENS <= capacity:
+        if length + TOKENS <= engine.manifest.build.max_seq_len:
             yield [(37 * place + length) % vocabulary for place in range(length)]
 
 

@@ -121,5 +121,4 @@ def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[flo
 
 
 def find_first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    pairs = enumerate(zip_longest(ours, theirs))
-    return next((i for i, (a, b) in pairs if a != b), None)
+    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)

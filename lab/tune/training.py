@@ -158,8 +158,7 @@ class Trainer:
             return
         for name, part in products.items():
             if family.may_be_quantised(c, name) is not None or family.joins(c, name):
-                low = LowRank(part.weight, how.lora)
-                parametrize.register_parametrization(part, "weight", low)
+                parametrize.register_parametrization(part, "weight", LowRank(part.weight, how.lora))
 
     def _list_trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.model.plain.named_parameters()

@@ -130,8 +130,7 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     with stages("train"):
         known = StreamedModel(model.stored, model.config, batches)
         rows = make_model_batches(known, [len(answer.prompt) - 1 for answer in ordered], files)
-        trainer = Trainer(known, rows, how, request.state, stages.watch)
-        weights = trainer.run()
+        weights = Trainer(known, rows, how, request.state, stages.watch).run()
 
     # 5. The head, and what it is worth: the same engine with its weights.
     with stage_folder(request.out, "head") as staged:
@@ -193,8 +192,7 @@ def check_model(config: ModelConfig, how: Training) -> None:
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)
-    chosen = any(hasattr(part, "chooser") for part in plain.module(1).modules())
-    if how.eagle and chosen:
+    if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
         raise UsageError(
             f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
             "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
@@ -245,8 +243,7 @@ def split_requests(
         check_room(engine, len(item.token_ids), item.params.max_tokens, f"{FLAG} {item.task_id}: ")
         requests[number] = replace(item, params=add_seed(item.params, number))
     count = request.held_out or max(1, len(requests) // 10)
-    places = {i * len(requests) // count for i in range(count)}
-    held_out = [requests[i] for i in sorted(places)]
+    held_out = [requests[i] for i in sorted({i * len(requests) // count for i in range(count)})]
     known = {(*item.token_ids,) for item in held_out}
     others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:

@@ -47,8 +47,7 @@ def _compute_divergence(wanted: Tensor, likeliest: TokenLogprobs) -> float:
     q = torch.tensor(logprobs).double()
     p = wanted[list(ids)].double()
     rests = [(1 - known.exp().sum()).clamp(min=LEAST) for known in (p, q)]
-    named = (p.exp() * (p - q)).sum()
-    return float(named + rests[0] * (rests[0] / rests[1]).log())
+    return float((p.exp() * (p - q)).sum() + rests[0] * (rests[0] / rests[1]).log())
 
 
 @torch.no_grad()
@@ -89,9 +88,8 @@ def _draft_as_eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: in
 def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
     """Run each module over all tokens, with the drafts so far as the last ones."""
     drafts = list[int]()
-    count = len(tokens) - 1
     for k in range(1, nextn + 1):
-        follow = [*tokens, *drafts][k : k + count]
+        follow = [*tokens, *drafts][k : k + len(tokens) - 1]
         hidden = model.mtp(k, torch.tensor([follow]), hidden)
         drafts.append(int(model.draft_logits(k, hidden[:, -1:]).argmax()))
     return drafts

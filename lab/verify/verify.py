@@ -69,8 +69,7 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         options: dict[str, Any] = {"threads": request.threads, **request.options}
-        loaded = Engine.load(request.engine, prefix_cache=False, **options)
-        engine = stack.enter_context(loaded)
+        engine = stack.enter_context(Engine.load(request.engine, prefix_cache=False, **options))
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.counts_as_exact:
             raise UsageError(
