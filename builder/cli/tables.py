@@ -6,10 +6,11 @@ from json import dumps
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.plan.recipe import load_recipes
-from mtpbuild.lab.show.tables import print_lines, print_table
+from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
+from mtpbuild.runtime.tables import print_lines, print_table
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -22,44 +23,43 @@ if TYPE_CHECKING:
 
 def print_recipes(json: bool) -> None:
     """Print a line for each model that can be built by name, or all fields of each as JSON."""
+    recipes = load_recipes()
     if json:
-        print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
+        print(dumps([recipe.model_dump() for recipe in recipes], indent=1))
         return
-    rows = [(r.name, f"{r.engine}_n<nextn>", r.summary) for r in load_recipes()]
-    print_table([("model", "in engines/", "about"), *rows], texts=("in engines/", "about"))
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.summary}")
 
 
-def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) -> None:
+def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) -> None:
     """Print a line for each recipe that fits this machine, or an object for each as JSON."""
     rows: list[dict[str, Any]] = [
         {
-            "model": each.forecast.name,
-            "weights": each.engine.name,
-            "download_bytes": each.forecast.download,
-            "engine_bytes": each.engine.bytes,
-            "context": each.engine.context,
-            "tokens_per_s": each.tokens_per_s,
+            "model": model.forecast.name,
+            "weights": model.engine.weights or AS_STORED,
+            "download_bytes": model.forecast.download,
+            "engine_bytes": model.engine.bytes,
+            "context": model.engine.context,
+            "tokens_per_s": model.tokens_per_s,
         }
-        for each in found
+        for model in fitting
     ]
     if json:
         print(dumps(rows, indent=1))
         return
-    from mtpbuild.lab.forecast.cpu import format_speed
-
-    head = ("model", "--weights", "download", "engine", "context", "tokens/s, most")
     cells = [
         (
-            each.forecast.name,
-            each.engine.name,
-            format_size(each.forecast.download),
-            format_size(each.engine.bytes),
-            f"{each.engine.context:,}",
-            format_speed(each.tokens_per_s),
+            row["model"],
+            row["weights"],
+            format_size(row["download_bytes"]),
+            format_size(row["engine_bytes"]),
+            f"{row['context']:,}",
+            f"{float(format(row['tokens_per_s'], '.3g')):,g}",
         )
-        for each in found
+        for row in rows
     ]
-    print_table([head, *cells])
+    print_table([("model", "--weights", "download", "engine", "context", "tokens/s"), *cells])
     print_lines(
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
         "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"
@@ -72,10 +72,9 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
     for engine in engines:
         build, files = engine.manifest.build, engine.list_file_sizes()
         status = "unchanged" if engine.unchanged else "built"
-        size = f"{sum(files) / 1e6:.1f} MB"
-        drafter = build.drafter or "-"
-        rows.append((str(engine.folder), build.drafts, drafter, str(len(files)), size, status))
-    print_table(rows, texts=("drafter", "status"))
+        sizes = str(len(files)), f"{sum(files) / 1e6:.1f} MB"
+        rows.append((str(engine.folder), build.drafts, build.drafter or "-", *sizes, status))
+    print_table(rows)
     print_lines(*{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
         ranks = list_ranks_here(engine.folder, engine.manifest)
@@ -89,19 +88,18 @@ def print_dry_run(done: "DryRun") -> None:
     _print_checkpoint(done.model)
     rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
-        plan = engine.plan
-        per_rank = " per rank" if plan.ranks.tp > 1 else ""
+        per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
         rows.append(
             (
                 str(engine.folder),
-                f"0 to {plan.nextn}" if plan.adaptive else str(plan.nextn),
-                plan.drafter or "-",
+                f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
+                engine.plan.drafter or "-",
                 f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
                 f"{engine.state / 1e9:,.3f} GB{per_rank}",
                 "to do" if engine.new else "if changed",
             )
         )
-    print_table(rows, texts=("drafter", "build"))
+    print_table(rows)
     for engine in done.engines:
         _print_graphs(engine)
     for line in done.lacking:

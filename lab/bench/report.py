@@ -16,8 +16,8 @@ from mtpbuild.lab.bench.figures import (
 )
 from mtpbuild.lab.measure.statistics import ALL, PERCENTILES
 from mtpbuild.lab.show.pictures import Line, Panel, Picture, write_machine_note
-from mtpbuild.lab.show.tables import Row, print_lines, print_table
 from mtpbuild.runtime.contract.rules import BUILT_IN
+from mtpbuild.runtime.tables import Row, print_lines, print_table
 
 THROUGHPUTS = {
     "tokens/s of all users": "output_throughput",

@@ -12,8 +12,8 @@ from mtpbuild.lab.measure import statistics
 from mtpbuild.lab.measure.statistics import ALL, Estimate
 from mtpbuild.lab.show.pictures import Line, Panel, Picture, write_machine_note
 from mtpbuild.lab.show.results import write_results
-from mtpbuild.lab.show.tables import Row, print_lines, print_table
 from mtpbuild.runtime import Manifest
+from mtpbuild.runtime.tables import Row, print_lines, print_table
 
 Figures = dict[str, Any]  # of the problems of one form; keys of eval.json
 

@@ -11,8 +11,8 @@ import numpy as np
 from mtpbuild.lab.measure.statistics import Estimate, estimate_share
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
 from mtpbuild.lab.show.results import check_writable, write_results
-from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.tables import print_lines, print_table
 from mtpbuild.runtime.trace.lines import TaskId, TraceFile, read_trace
 
 BINS = 8

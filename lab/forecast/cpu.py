@@ -37,11 +37,11 @@ from mtpbuild.lab.forecast.forecast import (
 from mtpbuild.lab.forecast.machines import UNKNOWN
 from mtpbuild.lab.forecast.step import CostModel, StepLoad
 from mtpbuild.lab.measure.host import measure_bandwidth
-from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.prefix_cache.cache import SHARE
 from mtpbuild.runtime.ranks import ALONE
+from mtpbuild.runtime.tables import print_lines, print_table
 
 # Values of --weights; None: integers as the checkpoint has them, int8, or fp32.
 FORMATS = ("int8", "int4")

@@ -10,8 +10,8 @@ from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, make_load_json
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
-from mtpbuild.lab.show.tables import Row, print_lines, print_table
 from mtpbuild.runtime.files import format_size
+from mtpbuild.runtime.tables import Row, print_lines, print_table
 
 GROUPS = {  # of parts; `other weights` takes the parts that are not listed
     "experts": ("experts",),

@@ -19,7 +19,6 @@ from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
 from mtpbuild.lab.measure.runs import reload_engine
-from mtpbuild.lab.show.tables import print_lines, print_table
 from mtpbuild.lab.verify.checks import (
     CHECKS,
     VerifyCase,
@@ -33,6 +32,7 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.prefix_cache.files import check_prefixes
+from mtpbuild.runtime.tables import print_lines, print_table
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20

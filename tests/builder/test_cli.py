@@ -157,7 +157,7 @@ def test_recipes_are_listed() -> None:
     assert "deepseek-tiny" in [recipe.name for recipe in load_recipes()]
     for recipe in load_recipes():
         line = next(line for line in out.splitlines() if line.startswith(f"{recipe.name} "))
-        assert f" {recipe.engine}_n<nextn> " in line
+        assert line.endswith(f" {recipe.summary}")
 
 
 def test_recipes_as_json() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 Row = Sequence[str | Text]
@@ -59,6 +59,14 @@ def print_table(rows: Iterable[Row], texts: Collection[str] = ()) -> None:
             table.add_row(*(cells[i] for i in part))
         console.print(table)
         console.print()
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print names and what they are, which a terminal shows wrapped between words."""
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, GAP, 0, 0))
+    for fact in facts:
+        table.add_row(*fact)
+    _make_console().print(table)
 
 
 def _make_console() -> Console:
