@@ -41,7 +41,7 @@ def write_trace(
 
 
 def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
-    """Those of the fake are accepted by their position; behind a wrong one nothing is judged."""
+    """Those of the fake are accepted by their position; after a wrong one nothing is judged."""
     trace = read_trace(write_trace(tmp_path / "a.jsonl"))
     drafts = [*list_judged_drafts(trace)]
     assert all(draft.accepted == (draft.position % 4 != 0) for draft in drafts)

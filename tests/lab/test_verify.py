@@ -224,7 +224,7 @@ def played(
 
 
 def test_near_ties() -> None:
-    """A near-tie parts two texts; behind it every token is compared again."""
+    """A near-tie parts two texts; after it every token is compared again."""
     theirs = played([1, 2, 3, 4], [9.0, 1e-6, 9.0, 9.0], -1.0)
     ours = played([1, 5, 6, 7], [9.0, 1e-6, 9.0, 9.0], -1.0)
     seen = []
