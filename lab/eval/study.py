@@ -97,7 +97,7 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
 def study_trace(trace: TraceFile) -> TraceStudy:
     drafts = [*list_judged_drafts(trace)]
     if not drafts:
-        raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
+        raise UsageError(f"{trace.path} has no drafts: its engine drafts nothing")
     known = {
         name: [(value, d.accepted) for d in drafts if (value := getattr(d, name)) is not None]
         for name in AXES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.checks import check_one_of, in_range
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import identity
 from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
@@ -158,10 +158,9 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
 
 def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     """Check what needs no weights; return the job of the engine, the training, and their inputs."""
-    if request.dtype not in DTYPES:
-        raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
+    check_one_of(request.dtype, DTYPES, "--dtype")
     if request.lr is not None and not 0 < request.lr <= 1:
-        raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
+        raise UsageError(f"--lr {request.lr:g} must be above 0 and at most 1")
     in_range(1, request.epochs, 10_000, "--epochs")
     in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
     lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
@@ -172,7 +171,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
     refuse_taken_folder(request.out, job.source.folder, force=request.force)
     drafter = next(iter(job.plans.values())).drafter
     if drafter not in (EAGLE, VANILLA):
-        raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
+        raise UsageError(f"--drafter {drafter} is not trained; supported: {EAGLE}, {VANILLA}")
     lr = LR / job.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
     [fingerprint] = take_fingerprints(job).fingerprints.values()
@@ -183,7 +182,7 @@ def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
 def refuse_answer(line: InputLine, number: int) -> InputLine:
     """Return a line; raise RequestError if its conversation ends with an answer."""
     if line.messages and line.messages[-1].get("role") == "assistant":
-        raise RequestError("its last message is an answer: leave it out: the model gives its own")
+        raise RequestError("its last message is an answer, which the model gives: leave it out")
     return line
 
 
@@ -194,8 +193,8 @@ def check_model(config: ModelConfig, how: Training) -> None:
     assert isinstance(plain, PlainCausalLM)
     if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
         raise UsageError(
-            f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
-            "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
+            f"the module of {find_family_of(config).name} chooses the rows that it attends to, so "
+            "it is trained for one draft: give --nextn 1 --drafter mtp-vanilla"
         )
     needed, there = how.memory(plain), measure_memory()
     if there is not None and needed > there:
@@ -247,7 +246,7 @@ def split_requests(
     known = {(*item.token_ids,) for item in held_out}
     others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:
-        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out: it needs more")
+        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out, so it needs more")
     return others, held_out
 
 

@@ -73,8 +73,8 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.counts_as_exact:
             raise UsageError(
-                f"--exact: {request.engine} is not: its engine.json has no "
-                '"exact": true; build --exact says why'
+                f"--exact: {request.engine} is not exact by its engine.json; "
+                "`mtpbuild build --exact` says why"
             )
         if request.model is not None:
             find_model(request.model)

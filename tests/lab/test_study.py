@@ -191,4 +191,4 @@ def test_a_trace_without_drafts(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "plain.jsonl", nextn=0)
     code, out, err = invoke("study", path, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert err == f"error: {path}: no drafts in it: its engine drafts nothing\n"
+    assert err == f"error: {path} has no drafts: its engine drafts nothing\n"

@@ -412,6 +412,7 @@ def test_a_baseline_is_built(
         ("--engine nowhere", 1, "no such engine directory"),
         ("--engine fake_n3 --output-len 1", 2, "--output-len 1 is outside 2.."),
         ("--engine fake_n3 --seeds 1", 2, "--seeds 1 is outside 20.."),
+        ("--engine fake_n3 --exact", 2, "--exact: fake_n3 is not exact by its engine.json"),
         ("--engine fake_n3 --model nowhere", 2, "'nowhere' is neither a recipe nor a checkpoint"),
         ("--engine fake_n3 --prompts none.jsonl", 2, "--prompts none.jsonl: can't be read"),
         ("--engine fake_n3 --prompts p.jsonl --output-len 63", 2, "the engine holds (64): see --"),
