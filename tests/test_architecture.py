@@ -159,7 +159,7 @@ FORMAT = {
     "builder/formats/steps.py": '''
 """Weights in equal steps."""
 
-from mtpbuild.builder.formats.format import Entry, Format
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule
 
 
 class Steps(Format):
@@ -182,7 +182,8 @@ class Steps(Format):
         return {"": (weight / step + 128).round().byte(), "_step": step}
 
 
-FORMATS = (Steps(),)
+STEPS = Steps()
+MODULE = FormatModule(formats=(STEPS,))
 ''',
 }
 RUN_FORMAT = """
@@ -190,18 +191,18 @@ import sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
-from mtpbuild.builder.formats.steps import FORMATS
+from mtpbuild.builder.formats.steps import STEPS
 from tests.support.opened import load_model, opened
 
 path = Path(sys.argv[1]) / "model.safetensors"
 name, own = "model.layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj"
 tensors = load_file(path)
-parts = FORMATS[0].encode(tensors[name].float())
+parts = STEPS.encode(tensors[name].float())
 save_file(tensors | {name + suffix: part for suffix, part in parts.items()}, path)
 model = opened(path.parent)
 assert model.dequantised() == {"steps": 1}
 held = load_model(path.parent, model.config).get_parameter(own)
-assert torch.equal(held, FORMATS[0].decode(parts).T)
+assert torch.equal(held, STEPS.decode(parts).T)
 """
 
 

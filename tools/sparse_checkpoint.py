@@ -20,7 +20,7 @@ from mtpbuild.builder.plan.weight_classes import (
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.weights.placed import Shard, split, write_index
+from mtpbuild.builder.weights.placed import Shard, split_into_shards, write_index
 from mtpbuild.runtime.ranks import ALONE
 
 
@@ -56,7 +56,7 @@ def main() -> None:
         parser.error(f"no recipe is called {arguments.recipe}")
     arguments.out.mkdir(parents=True)
     layout = find_layout(recipe.name, None)
-    shards = split(stored(layout))
+    shards = split_into_shards(stored(layout))
     for shard in shards:
         write_sparse(arguments.out, shard)
     write_index(arguments.out, shards)

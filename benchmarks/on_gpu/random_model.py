@@ -12,7 +12,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.builder.weights.table import WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.group.channel import use_in_programs

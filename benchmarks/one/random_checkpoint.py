@@ -21,8 +21,8 @@ from mtpbuild.builder.formats import Entry, Format
 from mtpbuild.builder.formats.format import SIZES
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, StoredTensor, Weight
-from mtpbuild.builder.weights.placed import split, write_shards
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.placed import split_into_shards, write_shards
+from mtpbuild.builder.weights.quantised_view import format_by
 from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
@@ -42,7 +42,7 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
         for name, source in found.items()
         for suffix, part in stored(source, formats[name]).items()
     }
-    write_shards(folder, split(parts), tensors(config, found, formats))
+    write_shards(folder, split_into_shards(parts), tensors(config, found, formats))
     raw = dict(shape.raw)
     if scheme.main is not None:
         raw["quantization_config"] = quantization_config(scheme)

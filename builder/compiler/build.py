@@ -124,10 +124,10 @@ def calibrate_model(
 ) -> "OpenedModel":
     """Calibrate the model's weights; what is not finished lies beside the first engine."""
     from mtpbuild.builder.compiler.calibrate import calibrate
-    from mtpbuild.builder.weights.requantised import Requantised
+    from mtpbuild.builder.weights.quantised_view import QuantisedView
 
     view, inputs = model.checkpoint, plans.fingerprints[plans.first]
-    assert isinstance(view, Requantised)
+    assert isinstance(view, QuantisedView)
     view = calibrate(view, model.config, plans.request, plans.first, inputs, bench, stages)
     return replace(model, checkpoint=view)
 

@@ -10,9 +10,9 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration
-from mtpbuild.builder.weights.requantised import Requantised
+from mtpbuild.builder.weights.layer_passes import make_batches
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
-from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    view: Requantised,
+    view: QuantisedView,
     config: ModelConfig,
     request: BuildRequest,
     out: Path,
     inputs: str,
     bench: Workbench,
     stages: Stages,
-) -> Requantised:
+) -> QuantisedView:
     """Return a view whose int4 weights are calibrated, with the parts in a folder beside `out`.
 
     request: names the model and its texts. inputs: what a calibration that was cut off must have
@@ -48,7 +48,7 @@ def calibrate(
     return calibrated
 
 
-def log_calibrated(calibration: Calibration, calibrated: Requantised) -> None:
+def log_calibrated(calibration: Calibration, calibrated: QuantisedView) -> None:
     wanted, known = calibration.wanted, calibrated.calibrated
     tokens = sum(batch.numel() for batch in calibration.batches)
     figures = f"{len(known):,} of {len(wanted):,} int4 weights with {tokens:,} tokens"

@@ -33,7 +33,7 @@ from mtpbuild.builder.plan.plan import (
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.brought import find_brought_files
+from mtpbuild.builder.weights.drafter_weights import find_brought_files
 from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.manifest import (

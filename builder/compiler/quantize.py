@@ -22,11 +22,11 @@ from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
+from mtpbuild.builder.weights.checkpoint import Loss
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.placed import split, write_shards
-from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
+from mtpbuild.builder.weights.placed import split_into_shards, write_shards
+from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
-from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
 
@@ -85,7 +85,7 @@ def quantize(request: QuantizeRequest, bench: Workbench, watch: Watch = ignore) 
     with stage_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:
             new = calibrate_view(request, new, config, source.folder, bench, watch)
-        write_shards(building.folder, split(new.tensors), encode_all(new, done, watch))
+        write_shards(building.folder, split_into_shards(new.tensors), encode_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
     discard_calibration(request.out)
     return done
@@ -93,12 +93,12 @@ def quantize(request: QuantizeRequest, bench: Workbench, watch: Watch = ignore) 
 
 def calibrate_view(
     request: QuantizeRequest,
-    view: Requantised,
+    view: QuantisedView,
     config: ModelConfig,
     source: Path,
     bench: Workbench,
     watch: Watch,
-) -> Requantised:
+) -> QuantisedView:
     """Return the view with calibrated int4 weights."""
     asked = BuildRequest(
         request.model, scheme=request.scheme, checkpoint=request.checkpoint, force=request.force
@@ -110,7 +110,7 @@ def calibrate_view(
 
 
 def encode_all(
-    checkpoint: Requantised, done: Quantized, watch: Watch
+    checkpoint: QuantisedView, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors to store, by name; add up their bytes and losses in `done`."""
     for number, (name, format) in enumerate(checkpoint.formats.items(), 1):

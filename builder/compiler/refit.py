@@ -25,7 +25,7 @@ from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.brought import PREFIX, find_brought_files
+from mtpbuild.builder.weights.drafter_weights import PREFIX, find_brought_files
 from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,

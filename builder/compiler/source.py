@@ -31,6 +31,7 @@ from mtpbuild.builder.plan.recipe import (
     suggest_instead_of,
 )
 from mtpbuild.builder.plan.request import BuildRequest
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.builder.weights.gguf_folder import (
     find_checkpoint_folder,
@@ -39,7 +40,6 @@ from mtpbuild.builder.weights.gguf_folder import (
 )
 from mtpbuild.builder.weights.head import join_head, open_head, open_slice
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import (
     CheckpointError,
     DownloadError,

@@ -15,7 +15,7 @@ from mtpbuild.builder.compiler.step_counts import (
     count_step_calls,
     count_temporary_bytes,
 )
-from mtpbuild.builder.formats import Shape
+from mtpbuild.builder.formats import Format, Shape
 from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
@@ -24,23 +24,26 @@ from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.stages import Watch
-from mtpbuild.builder.weights.stored import Checkpoint
+from mtpbuild.builder.weights.checkpoint import Checkpoint, choose_read_format
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.runtime.errors import BuildError
 
 
 @dataclass(frozen=True)
-class WeightlessCheckpoint(Checkpoint):
-    """A checkpoint whose tensors have shapes but no values; shapes: of weights, from the table."""
+class WeightlessCheckpoint:
+    """A checkpoint's weights with shapes, which are those of the table, but without values."""
 
+    source: Checkpoint | QuantisedView
     shapes: Mapping[str, Shape]
 
     def read(self, name: str) -> Tensor:
         return torch.empty(self.shapes[name], device="meta")
 
-    def parts(self, name: str) -> dict[str, Tensor]:
-        format = self.format(name)
+    def read_kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
+        format = self.source.format(name)
         assert format is not None
-        parts = {suffix: self.tensors[name + suffix] for suffix in format.suffixes}
+        assert held is not None
+        parts = choose_read_format(format, held).parts(self.shapes[name])
         return {
             suffix: torch.empty(entry.shape, dtype=entry.type, device="meta")
             for suffix, entry in parts.items()
@@ -54,10 +57,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int], watch: Watch) -> None
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {name: stored.shape for name, stored in model.table.stored.items()}
-    of = model.checkpoint
-    checkpoint = WeightlessCheckpoint(
-        of.folder, of.tensors, of.tower, of.settings, shapes, joined=of.joined
-    )
+    checkpoint = WeightlessCheckpoint(model.checkpoint, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.table.of_rank(rank)
         joined = join_slices(convert_weights(checkpoint, table, share))

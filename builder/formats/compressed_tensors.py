@@ -1,23 +1,20 @@
 """compressed-tensors: its settings, and integers that are packed into 32-bit words.
 
-Other layouts of it are those of `scaled.py`, `nvfp4.py` and `mxfp4.py`. Which tensors a weight has
+Other layouts of it are those of `scaled.py` and `nvfp4.py`. Which tensors a weight has
 decides over targets and lists of ignored modules; settings tell what tensors don't show.
 """
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "compressed-tensors"
 READ = {
@@ -122,7 +119,7 @@ class PackedIntegers(ReadFormat):
         self._symmetric = symmetric
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self._integers or self
 
     @property
@@ -179,7 +176,7 @@ class PackedIntegers(ReadFormat):
         beyond = order.min() < 0 or order.max() >= groups
         return f"has a weight_g_idx beyond its {groups} groups" if beyond else None
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._integers is None:
             return parts
         words, columns = parts[""], parts[""].shape[1] * WORD // self.bits
@@ -291,6 +288,9 @@ def name_kept_format(settings: Mapping[str, Any], module: str) -> str:
     return "int4" if group.bits <= 4 else "int8"
 
 
-METHODS = {METHOD: find_unread_setting}
-NAMES = {".weight_packed": ".weight"}
-READS = "compressed-tensors (integers, fp8, nvfp4, mxfp4, mxfp8)"
+MODULE = FormatModule(
+    find=find_format,
+    names={".weight_packed": ".weight"},
+    methods={METHOD: find_unread_setting},
+    reads="compressed-tensors (integers, fp8, nvfp4, mxfp4, mxfp8)",
+)

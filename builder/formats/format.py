@@ -1,20 +1,18 @@
 """The interface of number formats, and descriptions of the tensors that store weights."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from math import inf, prod
-from typing import TYPE_CHECKING
+from typing import Any
 
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Shape = tuple[int, ...]
+Settings = Mapping[str, Any]  # the object `quantization_config`, {} if there is none
 MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
 SIZES = {  # bytes per element
@@ -49,6 +47,10 @@ class Entry:
         return SIZES[self.dtype] * prod(self.shape)
 
     @property
+    def floats(self) -> bool:
+        return self.dtype in DTYPES
+
+    @property
     def type(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, TYPES[self.dtype])
         return dtype
@@ -78,15 +80,15 @@ class Format(ABC):
         """Return whether these tensors of a checkpoint store weight `name` in this format."""
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """The format in which engines keep weights of this format."""
         return self
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the parts of weight `name` in the format `kept`."""
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parts of weight `name` in the format `engine_format`."""
         return parts
 
-    def holds(self, kept: Format) -> bool:
+    def represents(self, kept: Format) -> bool:
         """Return whether weights that are kept in a format have the same values in this one."""
         return self.packs == kept.packs and kept.offsets in (None, self.offsets)
 
@@ -103,7 +105,7 @@ class Format(ABC):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         """Return the tensors that store a weight of this shape, by suffix."""
 
-    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+    def engine_entries(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         """Return the tensors that an engine for GPUs holds of a weight [out, in] of this format.
 
         group: the number of inputs that share a scale. joined: as for `finish`.
@@ -177,6 +179,20 @@ class GgmlFormat(ReadFormat):
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return parts[""]
+
+
+@dataclass(frozen=True)
+class FormatModule:
+    """What a module of this folder reads."""
+
+    formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
+    # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.
+    find: Callable[[str, Mapping[str, Entry], Settings], Format | None] | None = None
+    # Endings of a checkpoint's tensors -> our own, as `.qweight` -> `.weight`.
+    names: Mapping[str, str] = field(default_factory=dict)
+    # Values of quant_method -> a function that says what of the settings is not read.
+    methods: Mapping[str, Callable[[Settings], str | None]] = field(default_factory=dict)
+    reads: str | None = None  # what messages say
 
 
 def refuse_out_of_range(format: Format, name: str, weight: Tensor) -> None:

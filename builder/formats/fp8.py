@@ -1,15 +1,12 @@
 """DeepSeek's FP8."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, Shape
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 BLOCK = 128
 LARGEST = 448.0  # largest e4m3 value
@@ -35,17 +32,17 @@ class Fp8(Format):
         return self._scales == (scale.dtype if scale.dtype in ("BF16", "F16") else "F32")
 
     @property
-    def kept(self) -> Fp8:
+    def engine_format(self) -> Fp8:
         return FP8
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"": parts[""], "_scale_inv": parts[self.suffixes[1]].float()}
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // BLOCK) for size in shape)
         return {"": Entry("F8_E4M3", shape), self.suffixes[1]: Entry(self._scales, scales)}
 
-    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+    def engine_entries(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         rows, columns = shape
         return Entry("F8_E4M3", shape), Entry("F32", (rows, columns // group))
 
@@ -84,6 +81,8 @@ def find_unread(settings: Mapping[str, Any]) -> str | None:
 
 
 FP8 = Fp8()
-FORMATS = (FP8, Fp8("BF16"), Fp8("F16"))
-METHODS = {"fp8": find_unread}
-READS = "DeepSeek's fp8 with weight_block_size [128, 128]"
+MODULE = FormatModule(
+    formats=(FP8, Fp8("BF16"), Fp8("F16")),
+    methods={"fp8": find_unread},
+    reads="DeepSeek's fp8 with weight_block_size [128, 128]",
+)

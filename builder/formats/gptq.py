@@ -1,6 +1,4 @@
-"""GPTQ's integers, also as auto-round stores them."""
-
-from __future__ import annotations  # Tensor is imported for types alone
+"""Integers of GPTQ, and of AutoAWQ in its layout `gemm`, also as auto-round stores them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,15 +6,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WORD = 32  # bits
 WIDTHS = (2, 4, 8)  # bits of codes that fill a word
@@ -25,6 +20,7 @@ PACKINGS = {
     *("auto_round", "auto_gptq", "gptq", "gptqmodel", "auto_awq", "awq"),
     *("exllamav2", "triton", "tritonv2"),  # kernels
 }
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of 8 outputs lie in a word of AWQ
 SCALES, ZEROS, INDEX = "_scales", "_qzeros", "_g_idx"
 
 
@@ -60,7 +56,7 @@ class PackedWords(ReadFormat):
         self.suffixes = ("", ZEROS, SCALES, *([INDEX] if geometry.indexed else []))
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """Integers stay, if groups are whole blocks of ours."""
         whole = self.block < 0 or self.block % BLOCK == 0
         if not whole or not self.geometry.ordered:
@@ -68,8 +64,8 @@ class PackedWords(ReadFormat):
         same = {4: INT4, 8: INT8} if self.geometry.symmetric else MOVED
         return same.get(self.bits, MOVED[4])
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        if (kept := self.kept) is self:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        if (kept := self.engine_format) is self:
             return parts
         assert isinstance(kept, Integers)
         codes, stored = self.codes(parts[""]), self.zeros(parts[ZEROS])
@@ -94,7 +90,7 @@ class PackedWords(ReadFormat):
             )
 
     def fits(self, shape: Shape) -> bool:
-        if self.kept is not self and shape[1] % BLOCK:
+        if self.engine_format is not self and shape[1] % BLOCK:
             return False
         return all(size * self.bits % WORD == 0 for size in self.packed(shape))
 
@@ -174,6 +170,24 @@ class Gptq(PackedWords):
         return unpack_words(words, self.bits).flatten(1).T.short() + self.geometry.less
 
 
+class Awq(PackedWords):
+    """AWQ: a word holds the 4-bit numbers of 8 outputs, of one input or of one group."""
+
+    method = "awq"
+
+    def packed(self, shape: Shape) -> tuple[int, ...]:
+        return shape[:1]
+
+    def words(self, shape: Shape) -> Shape:
+        return shape[1], shape[0] * self.bits // WORD
+
+    def codes(self, words: Tensor) -> Tensor:
+        return unpack_words(words, self.bits)[..., ORDER].flatten(1).T
+
+    def zeros(self, words: Tensor) -> Tensor:
+        return self.codes(words).short()
+
+
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Split words [.., C] of int32 into codes of uint8 [.., C, 32 / bits], lowest bits first."""
     words = words.clone(memory_format=torch.contiguous_format)  # strides of one word may differ
@@ -191,9 +205,12 @@ def make_format(kind: type[PackedWords], geometry: Geometry) -> PackedWords:
 def find_format(
     name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format | None:
-    if entries[name].dtype != "I32" or find_gptq_version(settings) is None:
+    if entries[name].dtype != "I32":
         return None
-    return infer_format(Gptq, name, entries, settings)
+    if is_awq(settings):
+        return infer_format(Awq, name, entries, settings)
+    known = find_gptq_version(settings) is not None
+    return infer_format(Gptq, name, entries, settings) if known else None
 
 
 def infer_format(
@@ -321,11 +338,34 @@ def find_unread_auto_round(settings: Mapping[str, Any]) -> str | None:
     return None if bits in widths else f"auto-round with {bits} bits"
 
 
-NAMES = {
-    ".qweight": ".weight",
-    ".qzeros": f".weight{ZEROS}",
-    ".scales": f".weight{SCALES}",
-    ".g_idx": f".weight{INDEX}",
-}
-METHODS = {"gptq": find_unread_gptq, "auto-round": find_unread_auto_round}
-READS = "GPTQ and auto-round with 2, 4 or 8 bits"
+def is_awq(settings: Mapping[str, Any]) -> bool:
+    method = settings.get("quant_method")
+    return method == "awq" or (
+        method == "auto-round" and "awq" in str(settings.get("packing_format"))
+    )
+
+
+def find_unread_awq(settings: Mapping[str, Any]) -> str | None:
+    """Return the first setting of this method that is not read; None if all are."""
+    said = (settings.get(key) for key in ("version", "format", "checkpoint_format"))
+    if (layout := str(next(filter(None, said), "gemm")).lower()) != "gemm":
+        return f"awq in the layout {layout}"
+    bits = settings.get("bits", settings.get("w_bit", 4))
+    return None if bits == 4 else f"awq with {bits} bits"
+
+
+MODULE = FormatModule(
+    find=find_format,
+    names={
+        ".qweight": ".weight",
+        ".qzeros": f".weight{ZEROS}",
+        ".scales": f".weight{SCALES}",
+        ".g_idx": f".weight{INDEX}",
+    },
+    methods={
+        "awq": find_unread_awq,
+        "gptq": find_unread_gptq,
+        "auto-round": find_unread_auto_round,
+    },
+    reads="AWQ in the layout gemm, GPTQ and auto-round with 2, 4 or 8 bits",
+)

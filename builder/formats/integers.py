@@ -1,16 +1,19 @@
 """Integers in blocks, as our kernels for CPUs read them."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from mtpbuild.builder.formats.format import Entry, Format, ReadFormat, Shape, refuse_out_of_range
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.formats.format import (
+    Entry,
+    Format,
+    FormatModule,
+    ReadFormat,
+    Shape,
+    refuse_out_of_range,
+)
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BLOCK = 32  # columns that share a scale
 PANEL = 32  # outputs that the kernels for CPUs read together
@@ -54,19 +57,19 @@ class Integers(Format):
         return bits == self.bits and (scale.dtype == "F32") == (self._scales == "F32")
 
     @property
-    def kept(self) -> Integers:
+    def engine_format(self) -> Integers:
         return self if self.offsets else {4: INT4, 8: INT8}[self.bits]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
-        if self is self.kept:
+        if self is self.engine_format:
             return parts
         scales = parts["_scale"].half()
         if scales.is_meta or torch.equal(scales.float(), parts["_scale"]):
             return parts | {"_scale": scales}
         weight = self.decode(parts)
-        refuse_out_of_range(self.kept, name, weight)
-        return self.kept.encode(weight)
+        refuse_out_of_range(self.engine_format, name, weight)
+        return self.engine_format.encode(weight)
 
     def hold(
         self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None
@@ -250,9 +253,11 @@ INT8, INT4 = Integers(8), Integers(4)
 MOVED = {bits: Integers(bits, offsets="zeros") for bits in (4, 8)}
 SHIFTED = {bits: Integers(bits, offsets="minima") for bits in (4, 8)}
 WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
-FORMATS = (INT8, INT4, *WIDE.values())
-METHODS = {"mtpbuild": lambda settings: None}
-READS = "what `mtpbuild quantize` writes"
+MODULE = FormatModule(
+    formats=(INT8, INT4, *WIDE.values()),
+    methods={"mtpbuild": lambda settings: None},
+    reads="what `mtpbuild quantize` writes",
+)
 
 
 class MixedIntegers(Integers):
@@ -306,11 +311,12 @@ class BlockMinima(ReadFormat):
         self.name = name
 
     @property
-    def kept(self) -> Integers:
+    def engine_format(self) -> Integers:
         return SHIFTED[self.bits]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self.kept.shift(_unpack_nibbles(parts[""]), parts["_scale"], parts["_minimum"])
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        codes = _unpack_nibbles(parts[""])
+        return self.engine_format.shift(codes, parts["_scale"], parts["_minimum"])
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK

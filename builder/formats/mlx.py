@@ -1,23 +1,17 @@
 """MLX's formats: integers with a scale and a bias for each group, mxfp4, mxfp8 and nvfp4."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.formats.integers import BLOCK, SHIFTED, Integers
-from mtpbuild.builder.formats.mxfp4 import Mxfp4
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
-from mtpbuild.builder.formats.scaled import ScaledValues
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.formats.scaled import Mxfp4, ScaledValues
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "mlx"  # MLX's settings name no method
 WORD = 32  # bits
@@ -35,12 +29,12 @@ class MlxIntegers(ReadFormat):
         self.name, self.bits, self.block, self._scales = f"mlx int{bits}", bits, group, scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         """Integers stay with their biases, if groups are whole blocks of ours."""
         return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = self.kept
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept = self.engine_format
         if not isinstance(kept, Integers):
             return parts
         return kept.shift(self._unpack_codes(parts[""]), parts[SCALES], parts[BIASES])
@@ -75,7 +69,7 @@ class MlxFloats(ReadFormat):
         self.suffixes = ("", SCALES, *((GLOBAL,) * scaled))
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self._own
 
     def fits(self, shape: Shape) -> bool:
@@ -90,7 +84,7 @@ class MlxFloats(ReadFormat):
         }
         return {suffix: found[suffix] for suffix in self.suffixes}
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._as_own(parts)
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -173,6 +167,9 @@ def find_unread_mlx(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-NAMES = {".biases": f".weight{BIASES}", ".global_scale": f".weight{GLOBAL}"}
-METHODS = {METHOD: find_unread_mlx}
-READS = "MLX (affine, mxfp4, mxfp8, nvfp4)"
+MODULE = FormatModule(
+    find=find_format,
+    names={".biases": f".weight{BIASES}", ".global_scale": f".weight{GLOBAL}"},
+    methods={METHOD: find_unread_mlx},
+    reads="MLX (affine, mxfp4, mxfp8, nvfp4)",
+)

@@ -3,19 +3,14 @@
 Its other layouts are those of `nvfp4.py` and `scaled.py`.
 """
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.integers import BLOCK, INT4
 from mtpbuild.builder.formats.nvfp4 import NVFP4
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 INPUTS = "_pre_quant_scale"
 MIXED = "MIXED_PRECISION"
@@ -38,13 +33,13 @@ class RowPairs(ReadFormat):
         self.name, self.block, self._scales = f"int4 by {columns} columns", columns, scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         return self if self.block % BLOCK else INT4
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return (
             parts
-            if self.kept is self
+            if self.engine_format is self
             else INT4.hold(name, self._unpack_values(parts), parts["_scale"])
         )
 
@@ -125,6 +120,9 @@ def name_algorithm(settings: Mapping[str, Any], module: str) -> str:
     return next((name for sign, name in names.items() if sign in algorithm), "bf16")
 
 
-METHODS = {"modelopt": find_unread_algorithm}
-NAMES = {".pre_quant_scale": f".weight{INPUTS}"}
-READS = "ModelOpt's NVFP4, FP8, MXFP8 and int4"
+MODULE = FormatModule(
+    find=find_format,
+    names={".pre_quant_scale": f".weight{INPUTS}"},
+    methods={"modelopt": find_unread_algorithm},
+    reads="ModelOpt's NVFP4, FP8, MXFP8 and int4",
+)

@@ -1,16 +1,10 @@
 """ModelOpt's NVFP4."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-from mtpbuild.builder.formats.format import Entry, Format, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 GROUP = 16
 LEAST = 2.0**-9  # smallest positive e4m3 value
@@ -48,7 +42,7 @@ class Nvfp4(Format):
             "_scale_2": Entry("F32", ()),
         }
 
-    def held(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
+    def engine_entries(self, shape: Shape, group: int, joined: int | None) -> Iterable[Entry]:
         parts = NVFP4.parts(shape)
         second = self.shape_second_scales((shape[1], shape[0]), joined)
         return parts[""], parts["_scale"], Entry("F32", second)
@@ -94,10 +88,10 @@ class CompressedTensorsNvfp4(Nvfp4):
     suffixes = ("", "_scale", "_global_scale")
 
     @property
-    def kept(self) -> Nvfp4:
+    def engine_format(self) -> Nvfp4:
         return NVFP4
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         second = 1 / parts["_global_scale"].reshape(())
         return {"": parts[""], "_scale": parts["_scale"], "_scale_2": second}
 
@@ -133,4 +127,4 @@ def pack(values: Tensor) -> Tensor:
 
 
 NVFP4 = Nvfp4()
-FORMATS = (NVFP4, CompressedTensorsNvfp4())
+MODULE = FormatModule(formats=(NVFP4, CompressedTensorsNvfp4()))

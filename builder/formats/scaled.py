@@ -1,22 +1,19 @@
 """FP8 and int8 of compressed-tensors and ModelOpt: a scale per weight, row, group or block."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats.compressed_tensors import find_hinted_group
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, ReadFormat, Shape
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
 from mtpbuild.builder.formats.integers import BLOCK, INT8, MOVED, Integers
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.formats.nvfp4 import unpack
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 VALUES = {"F8_E4M3": "fp8", "I8": "int8"}
+MX_GROUP = 32  # columns that share a power of two
 POWERS = ("U8", "F8_E8M0")  # scales of powers of two
 
 
@@ -69,7 +66,7 @@ class ScaledValues(ReadFormat):
         return scales
 
     @property
-    def kept(self) -> Format:
+    def engine_format(self) -> Format:
         if self._scale.dtype in POWERS:
             return self
         if self._weight.dtype == "I8":
@@ -79,18 +76,40 @@ class ScaledValues(ReadFormat):
             return same if rows <= 1 and whole else self
         return FP8 if self._sides == (0, 0) else self
 
-    def keep(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         values, scales = parts[""], parts["_scale"].float()
-        if isinstance(kept := self.kept, Integers):
+        if isinstance(kept := self.engine_format, Integers):
             groups = values.shape[1] // (self._sides[1] or values.shape[1])
             scales = scales.reshape(-1, groups).expand(len(values), -1)
             if (zeros := parts.get("_zero_point")) is not None:
                 zeros = zeros.reshape(-1, groups).expand(len(values), -1)
             return kept.hold(name, values, scales, zeros)
-        if self.kept is FP8:
+        if self.engine_format is FP8:
             grid = FP8.parts(tuple(values.shape))["_scale_inv"].shape
             return {"": values, "_scale_inv": scales.reshape(1, 1).expand(grid).contiguous()}
         return parts
+
+
+class Mxfp4(ReadFormat):
+    """W = value * 2 ** (weight_scale - 127); a byte has the even column in its low nibble."""
+
+    name, bits, block = "mxfp4", 4, MX_GROUP
+    suffixes: tuple[str, ...] = ("", "_scale")
+
+    def __init__(self, scales: str) -> None:
+        self._scales = scales
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[1] % MX_GROUP == 0
+
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        rows, columns = shape
+        scale = Entry(self._scales, (rows, columns // MX_GROUP))
+        return {"": Entry("U8", (rows, columns // 2)), "_scale": scale}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        scales = as_floats(parts["_scale"])[..., None]
+        return (unpack(parts[""]).unflatten(1, (-1, MX_GROUP)) * scales).flatten(1)
 
 
 def as_floats(scales: Tensor) -> Tensor:
@@ -106,6 +125,8 @@ def find_format(
     name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format | None:
     weight, scale = entries[name], entries.get(f"{name}_scale")
+    if weight.dtype == "U8" and scale is not None and scale.dtype in POWERS:
+        return _mxfp4(scale.dtype)
     if weight.dtype not in VALUES or len(weight.shape) != 2 or scale is None:
         return None
     if scale.dtype not in (*DTYPES, *POWERS):
@@ -117,6 +138,9 @@ def find_format(
     return _make_scaled_format(
         weight, scale, zero, _find_sides(weight, scale, group.block if group else ())
     )
+
+
+_mxfp4 = cache(Mxfp4)
 
 
 @cache
@@ -135,3 +159,6 @@ def _find_sides(weight: Entry, scale: Entry, block: Shape) -> Shape:
     if count[0] == rows and columns % count[1] == 0:
         return (1, columns // count[1] if count[1] > 1 else 0)
     return block if len(block) == 2 and all(block) else (SIDE, SIDE)
+
+
+MODULE = FormatModule(find=find_format)

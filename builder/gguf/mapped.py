@@ -1,12 +1,12 @@
 """A tensor of a GGUF file as Hugging Face's checkpoints have it."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,7 @@ from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import GgmlFormat
 from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
 from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 Change: TypeAlias = "Callable[..., Floats]"
 Order = npt.NDArray[np.intp]

@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint.config import COUNT_LIMIT
 from mtpbuild.builder.gguf.configs import Config
 from mtpbuild.builder.gguf.container import GgufFile, RawTensor
 from mtpbuild.builder.gguf.mapped import GgufWeight
-from mtpbuild.builder.gguf.tokenizer import PreTokenizer
+from mtpbuild.builder.gguf.tokenizer import WordSplit
 from mtpbuild.runtime.errors import CheckpointError
 
 BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
@@ -64,7 +64,7 @@ class Architecture:
     tensors: Mapping[str, str]  # of a layer, such as LAYER
     # Beginning of the key tokenizer.ggml.pre, if families share an architecture.
     tokenizer: str = ""
-    splits: Mapping[str, PreTokenizer] = field(default_factory=dict)  # by tokenizer.ggml.pre
+    splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
     merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = merge_nothing
     restore: Callable[[GgufFile, str, GgufWeight], GgufWeight] = keep_values

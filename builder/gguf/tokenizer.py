@@ -25,14 +25,14 @@ SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": 
 
 
 @dataclass(frozen=True)
-class PreTokenizer:
+class WordSplit:
     """How a tokenizer splits texts into words, by patterns that are applied in turn."""
 
     patterns: tuple[str, ...]
     normalised: bool = False  # whether texts are brought to NFC before
 
 
-Splits = Mapping[str, PreTokenizer]  # by the key tokenizer.ggml.pre
+WordSplits = Mapping[str, WordSplit]  # by the key tokenizer.ggml.pre
 
 
 def split_words(letter: str, number: str = r"\p{N}") -> str:
@@ -43,7 +43,7 @@ def split_words(letter: str, number: str = r"\p{N}") -> str:
     )
 
 
-def tokenizer_files(file: GgufFile, beside: Path, splits: Splits) -> Iterator[tuple[str, str]]:
+def tokenizer_files(file: GgufFile, beside: Path, splits: WordSplits) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of the files beside a checkpoint's weights, as far as keys go.
 
     beside: a folder; no tokenizer is made if it has one.
@@ -78,7 +78,7 @@ def make_generation_config(keys: Keys) -> dict[str, Any]:
     return config
 
 
-def make_tokenizer(file: GgufFile, splits: Splits) -> Tokenizer | None:
+def make_tokenizer(file: GgufFile, splits: WordSplits) -> Tokenizer | None:
     """Make a byte-level BPE; None if it is of another kind, or its splitting is not known."""
     keys, split = file.keys, splits.get(file.tokenizer)
     if keys.get(f"{AT}model") != "gpt2" or split is None or f"{AT}merges" not in keys:
@@ -113,7 +113,7 @@ def make_tokenizer(file: GgufFile, splits: Splits) -> Tokenizer | None:
     return backend
 
 
-def explain_unknown_split(file: GgufFile, splits: Splits) -> str | None:
+def explain_unknown_split(file: GgufFile, splits: WordSplits) -> str | None:
     """Return why no tokenizer is made from the keys; None if one is, or if there are no tokens."""
     kind = str(file.keys.get(f"{AT}model"))
     if f"{AT}tokens" not in file.keys or (kind == "gpt2" and file.tokenizer in splits):

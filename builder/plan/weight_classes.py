@@ -19,7 +19,7 @@ from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -167,7 +167,7 @@ def count_held_bytes(
                 if format is None:
                     size = prod(shape) * floats
                 else:
-                    parts = format.held(shape, group, weight.concat_axis)
+                    parts = format.engine_entries(shape, group, weight.concat_axis)
                     size = sum(entry.nbytes for entry in parts)
                 sizes[kind] = size / (table.ranks.ep if stored.routed else 1)
             found[stored.name] = sizes[kind]

@@ -14,8 +14,8 @@ from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coar
 from mtpbuild.builder.models.common.weight import Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 from mtpbuild.builder.stages import Watch, ignore
+from mtpbuild.builder.weights.checkpoint import Loss
 from mtpbuild.builder.weights.placed import ByteRange, read_places, write_weights
-from mtpbuild.builder.weights.stored import Loss
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 
 logger = logging.getLogger(__name__)

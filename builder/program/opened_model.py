@@ -22,11 +22,11 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
-from mtpbuild.builder.weights.brought import join_brought
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.builder.weights.drafter_weights import join_brought
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.requantised import Requantised, requantise
+from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import WeightsType
 from mtpbuild.runtime.errors import CheckpointError
@@ -51,7 +51,7 @@ class OpenedModel:
     style: GraphStyle
     stored: Checkpoint
     config: ModelConfig  # with the MTP modules that the checkpoint really holds
-    checkpoint: Checkpoint  # `stored`, or a view of it as the scheme quantises it
+    checkpoint: Checkpoint | QuantisedView  # `stored`, or a view of it as the scheme quantises it
     table: WeightTable
     model: CausalLM
 
@@ -74,14 +74,15 @@ class OpenedModel:
         found = dict[str, str]()
         for name, held in self.table.stored_formats.items():
             format = self.checkpoint.format(name)
-            if held is not None and format is not None and not held.holds(format.kept):
-                found[name] = format.name
+            if held is None or format is None or held.represents(format.engine_format):
+                continue
+            found[name] = format.name
         return found
 
     @property
     def unfit(self) -> tuple[str, ...]:
         """The weights that should be quantised, but whose columns do not split into blocks."""
-        return self.checkpoint.unfit if isinstance(self.checkpoint, Requantised) else ()
+        return self.checkpoint.unfit if isinstance(self.checkpoint, QuantisedView) else ()
 
     @property
     def weights_type(self) -> WeightsType:
@@ -135,7 +136,8 @@ def open_model(
     stored = open_slice(source.folder, layers, source.mtp)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
     stored, config = join_brought(stored, config, brought)
-    table, checkpoint = stored.check(config, ranks), stored
+    table = stored.check(config, ranks)
+    checkpoint: Checkpoint | QuantisedView = stored
     if scheme == IN_FLOATS:
         style = replace(style, formats=(), rounds_to=None)
     elif scheme is not None:

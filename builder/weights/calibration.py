@@ -20,10 +20,10 @@ from mtpbuild.builder.formats.integers import INT4
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.copies import HEAD
 from mtpbuild.builder.stages import Watch
+from mtpbuild.builder.weights.checkpoint import PIECE
 from mtpbuild.builder.weights.gptq import correct_errors, encode_calibrated
-from mtpbuild.builder.weights.requantised import Parts, Requantised
-from mtpbuild.builder.weights.stored import PIECE
-from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel
+from mtpbuild.builder.weights.layer_passes import LayerPass, LayerPasses, StreamedModel
+from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView
 
 TILE = 1024  # rows of a sum that are added to together
 LEAST_TOKENS = 128  # a weight that fewer tokens reach, such as a rare expert's, is not calibrated
@@ -89,7 +89,7 @@ class InputSums:
 class Calibration:
     """A calibration of a view's int4 weights, whose state is in `folder`."""
 
-    view: Requantised
+    view: QuantisedView
     config: ModelConfig
     batches: Sequence[Tensor]  # tokens [B, T]
     folder: Path
@@ -99,7 +99,7 @@ class Calibration:
         self.model = StreamedModel(self.view.source, self.config, self.batches)
 
     @torch.no_grad()
-    def run(self) -> Requantised:
+    def run(self) -> QuantisedView:
         """Calibrate what an earlier run left, and return the view with all calibrated weights."""
         steps, run = [*self._list_steps()], LayerPasses(self.folder, self.watch)
         run.run(steps)

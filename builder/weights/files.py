@@ -1,7 +1,5 @@
 """List the tensors of a checkpoint's files under the names of the text model's weights."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -9,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,15 +18,18 @@ from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
 from mtpbuild.builder.formats import Format, name_own
 from mtpbuild.builder.formats.mlx import METHOD as MLX
 from mtpbuild.builder.gguf.container import find_own_path
+from mtpbuild.builder.lazy_torch import Tensor
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf, list_gguf_weights
-from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights, is_norm, is_turned
-from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
+from mtpbuild.builder.weights.mlx_conversion import (
+    ConvertedWeight,
+    convert_mlx_weights,
+    is_norm,
+    is_turned,
+)
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.safetensors_header import Header
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Means above which a norm of a head holds factors and not factors less 1. Of published heads the
 # factors of the norms before `fc` have means of 0.27 and 0.49, others of about 1.

@@ -26,7 +26,7 @@ from mtpbuild.builder.gguf.container import (
 )
 from mtpbuild.builder.gguf.mapped import GgufWeight
 from mtpbuild.builder.gguf.tensors import Architecture, list_weights
-from mtpbuild.builder.gguf.tokenizer import PreTokenizer, explain_unknown_split, tokenizer_files
+from mtpbuild.builder.gguf.tokenizer import WordSplit, explain_unknown_split, tokenizer_files
 from mtpbuild.builder.models import Family, families
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import find_user_cache
@@ -186,7 +186,7 @@ def find_architecture(file: GgufFile) -> tuple[Family, Architecture]:
     return max(fitting, key=lambda pair: len(pair[1].tokenizer))
 
 
-def list_splits() -> dict[str, PreTokenizer]:
+def list_splits() -> dict[str, WordSplit]:
     """Return how texts are split into words, by the name that files have for it."""
     architectures = (each for family in families() for each in family.gguf())
     return {name: split for each in architectures for name, split in each.splits.items()}

@@ -4,15 +4,8 @@ Columns are rounded in turn. The error of each is made good by the columns after
 their inputs are correlated in the calibration texts.
 """
 
-from __future__ import annotations  # Tensor is imported for types alone
-
-from typing import TYPE_CHECKING
-
 from mtpbuild.builder.formats.integers import BLOCK, Integers
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 DAMPING = 0.01  # of the inputs' mean square, added to each input's
 

@@ -16,13 +16,13 @@ from mtpbuild.builder.models.modules import (
     name_lone_tensor,
     name_modules,
 )
+from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.files import (
     collect_tensors,
     cut_tensors,
     list_entries,
     open_checkpoint,
 )
-from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 from mtpbuild.runtime.errors import CheckpointError
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")

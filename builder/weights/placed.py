@@ -43,7 +43,7 @@ class Shard:
         return sum(entry.nbytes for entry in self.tensors.values())
 
 
-def split(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]:
+def split_into_shards(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]:
     """Split tensors into files of at most `limit` bytes, named as Hugging Face names them."""
     groups, size = list[dict[str, Entry]]([{}]), 0
     for name, entry in tensors.items():
@@ -84,14 +84,14 @@ def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str,
                 end[name] = offset = offset + entry.nbytes
         for name, rows in tensors:
             files[name].seek(at[name])
-            at[name] += files[name].write(raw(rows.to(dtypes[name])))
+            at[name] += files[name].write(as_bytes(rows.to(dtypes[name])))
             assert at[name] <= end[name], f"{name}: {at[name] - end[name]} bytes too many"
     for name, reached in at.items():
         assert reached == end[name], f"{name}: {end[name] - reached} bytes are missing"
     write_index(folder, shards)
 
 
-def raw(tensor: Tensor) -> memoryview:
+def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -150,7 +150,7 @@ def _choose_kept_formats(
     def keep(stored: StoredTensor) -> Format | None:
         if (format := format_of(stored)) is None:
             return None
-        kept, own = format.kept, format.kept.name in style.formats
+        kept, own = format.engine_format, format.engine_format.name in style.formats
         if style.rounds_to is None or (own and kept.offsets is None):
             return kept
         if not find_weight_role(config, stored.name):

@@ -25,7 +25,7 @@ from mtpbuild.builder.plan.weight_classes import (
 )
 from mtpbuild.builder.targets.onnxruntime import CACHE_DTYPES
 from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.lab.forecast.forecast import (
     ByNextn,

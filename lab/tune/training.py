@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from mtpbuild.builder.models.common.copies import HEAD
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import Watch, say_time_left
-from mtpbuild.builder.weights.streamed import BATCH, StreamedModel, read_hidden
+from mtpbuild.builder.weights.layer_passes import BATCH, StreamedModel, read_hidden
 from mtpbuild.lab.tune.chains import run_chain
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -29,10 +29,15 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.plan.machine import find_disk, measure_memory
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.weights.placed import split, write_shards
-from mtpbuild.builder.weights.requantised import Parts
+from mtpbuild.builder.weights.layer_passes import (
+    LayerPass,
+    LayerPasses,
+    StreamedModel,
+    make_batches,
+)
+from mtpbuild.builder.weights.placed import split_into_shards, write_shards
+from mtpbuild.builder.weights.quantised_view import Parts
 from mtpbuild.builder.weights.scheme import build_scheme
-from mtpbuild.builder.weights.streamed import LayerPass, LayerPasses, StreamedModel, make_batches
 from mtpbuild.lab.measure.own_texts import OwnAnswer, read_answers, write_answers
 from mtpbuild.lab.measure.prompts import add_seed, check_room
 from mtpbuild.lab.measure.workbench import WORKBENCH
@@ -296,7 +301,7 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
             name = f"{model.name_of(module)}.{part}"
             entries[name] = Entry(find_dtype(name), tuple(weight.shape))
     read = ((n, weights[n] if n in weights else stored.read(n)) for n in entries)
-    write_shards(folder, split(entries), read)
+    write_shards(folder, split_into_shards(entries), read)
 
 
 def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:

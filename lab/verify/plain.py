@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.requantised import requantise
+from mtpbuild.builder.weights.quantised_view import requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 from mtpbuild.lab.measure.compare import (
     LARGEST_DIFFERENCE,
@@ -34,12 +34,11 @@ def load_plain(
     stored = open_slice(folder, layers)
     family = find_family_of(config)
     config = stored.settle(config)
-    table = stored.check(config)
-    checkpoint = stored
+    table, read = stored.check(config), stored.read
     if scheme is not None and scheme != IN_FLOATS:
-        checkpoint = requantise(stored, config, scheme, table.stored.values())
+        read = requantise(stored, config, scheme, table.stored.values()).read
     model, same = family.reference(config), family.duplicates(config)
-    weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
+    weights = {name: read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

@@ -23,7 +23,7 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
-from mtpbuild.builder.weights.requantised import Requantised
+from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.builder.weights.scheme import (
     SCHEMES,
     Scheme,
@@ -147,7 +147,7 @@ def test_large_weights_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         scheme = make_scheme(name, None, None, head="int8")
         whole = written(source(model, scheme), tmp_path / name)
         with monkeypatch.context() as patch:
-            patch.setattr("mtpbuild.builder.weights.stored.PIECE", 128)
+            patch.setattr("mtpbuild.builder.weights.checkpoint.PIECE", 128)
             assert written(source(model, scheme), tmp_path / f"{name}-pieces") == whole
 
 
@@ -212,13 +212,13 @@ def test_a_weight_is_encoded_once(
 ) -> None:
     """A weight's values and scales are asked for together."""
     model = source(plain, SCHEMES[name])
-    seen, encoded = list[str](), Requantised.encoded
+    seen, encoded = list[str](), QuantisedView.encoded
 
-    def noted(checkpoint: Requantised, weight: str) -> Any:
+    def noted(checkpoint: QuantisedView, weight: str) -> Any:
         seen.append(weight)
         return encoded(checkpoint, weight)
 
-    monkeypatch.setattr(Requantised, "encoded", noted)
+    monkeypatch.setattr(QuantisedView, "encoded", noted)
     written(model, tmp_path / "engine")
     kept = [stored.name for w in model.table if w.format is not None for stored in w.stored]
     assert sorted(set(seen) & set(kept)) == sorted(weight for weight in seen if weight in kept)

@@ -17,9 +17,9 @@ from mtpbuild.builder.weights import calibration
 from mtpbuild.builder.weights.calibration import Calibration, InputSums
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.gptq import DAMPING, correct_errors, encode_calibrated
-from mtpbuild.builder.weights.requantised import Requantised, requantise
+from mtpbuild.builder.weights.layer_passes import make_batches
+from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.streamed import make_batches
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint, write_tokenizer
@@ -46,7 +46,7 @@ def texts(count: int = 12) -> list[list[int]]:
     return [torch.randint(61, (n,), generator=draw).tolist() for n in lengths]
 
 
-def view_of(folder: Path, scheme: Scheme = ALL_INT4) -> Requantised:
+def view_of(folder: Path, scheme: Scheme = ALL_INT4) -> QuantisedView:
     stored = open_checkpoint(folder)
     config = stored.settle(load_config(folder))
     return requantise(stored, config, scheme, stored.check(config).stored.values())

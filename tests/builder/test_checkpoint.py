@@ -16,10 +16,11 @@ from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.weights import files, stored
+from mtpbuild.builder.weights import checkpoint as checkpoint_module
+from mtpbuild.builder.weights import files
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.placed import write_weights
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,
@@ -148,7 +149,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
 def test_one_file_is_open_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(folder)
     opened, most = 0, 0
-    safe_open: Any = stored.safe_open  # type: ignore[attr-defined]
+    safe_open: Any = checkpoint_module.safe_open  # type: ignore[attr-defined]
 
     class Counted:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +166,7 @@ def test_one_file_is_open_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatc
             opened -= 1
             self.file.__exit__(*args)
 
-    for module in (files, stored):
+    for module in (files, checkpoint_module):
         monkeypatch.setattr(module, "safe_open", Counted)
     check(folder)
     assert (opened, most) == (0, 1)

@@ -70,12 +70,14 @@ def test_kept_weights(folder: str) -> None:
     """Integers, blocks of FP8 and FP8 by tensor are kept with equal values; NVFP4 but for a bit."""
     checkpoint, seen = open_checkpoint(WRITTEN / folder), set[str]()
     formats = {name: checkpoint.format(name) for name in quantised(folder)}
-    floats = {format.name for format in formats.values() if format and format.kept is format}
+    floats = {
+        format.name for format in formats.values() if format and format.engine_format is format
+    }
     assert all(re.match("mx|packed int(5|4 with zero)|fp8 by row", name) for name in floats)
     for name, format in formats.items():
-        if format is None or format.kept is format:
+        if format is None or format.engine_format is format:
             continue
-        kept, decoded = format.kept, checkpoint.read(name)
+        kept, decoded = format.engine_format, checkpoint.read(name)
         parts = checkpoint.read_kept_parts(name)
         held = {suffix: make_entry(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
@@ -196,7 +198,9 @@ def test_odd_widths() -> None:
         format = find_stored_format("w", packed_entries(len(row), 1), output)
         assert format is not None
         values.append(format.decode(parts))
-        assert torch.equal(format.kept.decode(format.keep("w", parts)), values[-1])
+        assert torch.equal(
+            format.engine_format.decode(format.to_engine_format("w", parts)), values[-1]
+        )
     assert torch.equal(values[0], (codes - 4) * torch.tensor([[0.5], [2.0]]))
     assert torch.equal(*values)
     unclear = make_settings({"num_bits": 3, "group_size": 24, "symmetric": True})
@@ -214,7 +218,7 @@ def test_columns_in_another_order() -> None:
     entries = packed_entries(8, 2) | {"w_g_idx": Entry("I32", (64,))}
     format = find_stored_format("w", entries, output)
     assert format is not None
-    assert format.kept is format
+    assert format.engine_format is format
     order = torch.arange(64, dtype=torch.int32).flip(0) % 2
     parts = {
         "": torch.full((2, 8), 0x76543210, dtype=torch.int32), "_shape": torch.tensor([2, 64]),
@@ -249,8 +253,8 @@ def test_deepseeks_blocks_with_short_scales(scales: torch.dtype) -> None:
         "w", {f"w{suffix}": make_entry(part) for suffix, part in parts.items()}
     )
     assert format is not None
-    assert format.kept is FP8
-    kept = format.keep("w", parts)
+    assert format.engine_format is FP8
+    kept = format.to_engine_format("w", parts)
     assert kept["_scale_inv"].dtype == torch.float32
     assert torch.equal(FP8.decode(kept), format.decode(parts))
     wide = (
@@ -275,11 +279,11 @@ def test_int4_of_modelopt() -> None:
     assert format is not None
     assert format.parts((4, 64)) == {"": entries["w"], "_scale": entries["w_scale"]}
     assert torch.equal(format.decode(parts), wanted)
-    assert torch.equal(INT4.decode(format.keep("w", parts)), wanted)
+    assert torch.equal(INT4.decode(format.to_engine_format("w", parts)), wanted)
     inputs = torch.rand(64)
     format = find_stored_format("w", entries | {"w_pre_quant_scale": make_entry(inputs)})
     assert format is not None
-    assert format.kept is format
+    assert format.engine_format is format
     assert torch.equal(format.decode(parts | {"_pre_quant_scale": inputs}), wanted * inputs)
 
 

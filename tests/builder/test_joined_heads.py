@@ -16,8 +16,8 @@ from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.contract.manifest import WEIGHTS, check_files, hash_file, read_manifest
 from tests.support.families import make_config, make_family
 from tests.support.gguf_files import converted, usual, write_gguf

@@ -26,9 +26,9 @@ from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import collect_tensors, list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
@@ -331,8 +331,8 @@ def test_a_stream_of_bits(bits: int, group: int, place: str) -> None:
     wide = (each.float().repeat_interleave(group, 1) for each in (scales, biases))
     scale, bias = wide
     assert torch.equal(format.decode(parts), codes * scale + bias)
-    assert format.kept is SHIFTED[4 if bits <= 4 else 8]
-    held = format.kept.decode(format.keep("a", parts))
+    assert format.engine_format is SHIFTED[4 if bits <= 4 else 8]
+    held = format.engine_format.decode(format.to_engine_format("a", parts))
     assert torch.equal(held.view(3, 128), format.decode(parts))
 
 
@@ -343,7 +343,7 @@ def test_nvfp4_stays() -> None:
         name = f"model.layers.1.{module}.weight"
         format = checkpoint.format(name)
         assert format is not None
-        assert format.kept is NVFP4
+        assert format.engine_format is NVFP4
         parts = checkpoint.read_kept_parts(name)
         assert (parts["_scale_2"] == 1) == ("experts" not in name)
         decoded, near = checkpoint.read(name), 2.0**-22 if "experts" in name else 0

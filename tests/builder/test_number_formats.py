@@ -27,7 +27,7 @@ from mtpbuild.builder.formats.integers import (
     count_coarse_blocks,
 )
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, pack, unpack
-from mtpbuild.builder.weights.stored import Loss
+from mtpbuild.builder.weights.checkpoint import Loss
 from mtpbuild.runtime.errors import CheckpointError
 
 E4M3 = torch.float8_e4m3fn
@@ -138,26 +138,26 @@ def test_older_integers(bits: int, width: int) -> None:
     assert format is WIDE[bits]
     assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
     stored["w_scale"] = Entry("F16", (3, 2))
-    assert find_stored_format("w", stored) is format.kept is (INT4 if bits == 4 else INT8)
+    assert find_stored_format("w", stored) is format.engine_format is (INT4 if bits == 4 else INT8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_older_integers_in_an_engine(bits: int) -> None:
     """Scales that fp16 has are cast, and values stay; else the weight is quantised anew."""
     torch.manual_seed(bits)
-    older, kept = WIDE[bits], WIDE[bits].kept
+    older, kept = WIDE[bits], WIDE[bits].engine_format
     weight = torch.randn(3, 64)
     exact = kept.encode(weight)
     as_older = exact | {"_scale": exact["_scale"].float()}
-    found = older.keep("w", as_older)
+    found = older.to_engine_format("w", as_older)
     assert found["_scale"].dtype == torch.float16
     assert all(torch.equal(found[suffix], exact[suffix]) for suffix in kept.suffixes)
     fine = older.encode(weight)
-    anew, wanted = older.keep("w", fine), kept.encode(older.decode(fine))
+    anew, wanted = older.to_engine_format("w", fine), kept.encode(older.decode(fine))
     assert all(torch.equal(anew[suffix], wanted[suffix]) for suffix in kept.suffixes)
     torch.testing.assert_close(kept.decode(anew), older.decode(fine), rtol=2.0**-10, atol=1e-6)
     with pytest.raises(CheckpointError, match=f"w holds .*, but int{bits} ends at"):
-        older.keep("w", fine | {"_scale": fine["_scale"] * 1e9})
+        older.to_engine_format("w", fine | {"_scale": fine["_scale"] * 1e9})
 
 
 def test_scales_that_are_subnormal() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.formats import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4, nvfp4
+from mtpbuild.builder.formats import compressed_tensors, fp8, gptq, modelopt, nvfp4
 from mtpbuild.builder.formats import scaled as scaled_values
 from mtpbuild.builder.gguf.mapped import Tiles
 from mtpbuild.builder.models import load_config
@@ -58,8 +58,10 @@ def changed(to: Callable[[Any], Any]) -> Callable[..., Any]:
 ROW_PAIRS = modelopt.RowPairs._unpack_values
 # A bug of each reader, and a checkpoint that shows it.
 BUGS: dict[str, tuple[Patch, str]] = {
-    "AWQ's nibbles in sequence": (replaced(awq, "ORDER", (*range(8),)), "autoawq"),
-    "auto-round's AWQ as GPTQ": (replaced(awq, "is_awq", lambda settings: False), "auto_round_awq"),
+    "AWQ's nibbles in sequence": (replaced(gptq, "ORDER", (*range(8),)), "autoawq"),
+    "auto-round's AWQ as GPTQ": (
+        replaced(gptq, "is_awq", lambda settings: False), "auto_round_awq",
+    ),
     "zero points of version 2": (
         replaced(gptq, "find_gptq_version", lambda said: 2), "auto_round_gptq",
     ),
@@ -84,7 +86,7 @@ BUGS: dict[str, tuple[Patch, str]] = {
         wrapped(scaled_values, "as_floats", changed(lambda scales: scales.flip(0))), "qwen3_5_w8a8",
     ),
     "exponents off by one": (
-        wrapped(mxfp4, "as_floats", changed(lambda scales: 2 * scales)), "deepseek_mixed",
+        wrapped(scaled_values, "as_floats", changed(lambda scales: 2 * scales)), "deepseek_mixed",
     ),
     "NVFP4's nibbles are exchanged": (
         wrapped(nvfp4, "unpack", lambda real, packed: real(packed << 4 | packed >> 4)), "modelopt",

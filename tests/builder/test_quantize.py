@@ -16,7 +16,7 @@ from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_s
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights import placed
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, load_config, made_of, random_checkpoint
@@ -192,8 +192,8 @@ def test_a_quantised_checkpoint_is_a_source(source: Path, tmp_path: Path) -> Non
 
 def test_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(source, tmp_path / "one", SCHEMES["nvfp4"])
-    split = placed.split
-    monkeypatch.setattr(quantize, "split", lambda parts: split(parts, 100_000))
+    split = placed.split_into_shards
+    monkeypatch.setattr(quantize, "split_into_shards", lambda parts: split(parts, 100_000))
     run(source, tmp_path / "many", SCHEMES["nvfp4"])
     shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
     assert len(shards) > 3

@@ -61,7 +61,7 @@ def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, a
         "builder/targets/onnxruntime/lowering.py",
         "builder/models/deepseek_v3/attention.py",
         "builder/models/common/layers.py",
-        "builder/weights/requantised.py",
+        "builder/weights/quantised_view.py",
     ],
 )
 def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:

@@ -28,8 +28,8 @@ def test_what_packages_write(name: str) -> None:
         read, format = checkpoint.read(weight), checkpoint.format(weight)
         assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
         assert format is not None
-        assert format.kept is (INT4 if name == "auto_round_gptq" else MOVED[4])
-        kept = format.kept.decode(checkpoint.read_kept_parts(weight))
+        assert format.engine_format is (INT4 if name == "auto_round_gptq" else MOVED[4])
+        kept = format.engine_format.decode(checkpoint.read_kept_parts(weight))
         assert torch.equal(kept.view_as(read), read)
 
 
@@ -70,13 +70,13 @@ def test_gptq(bits: int, output: dict[str, Any], less: int) -> None:
     assert METHODS[output.get("quant_method", "gptq")]({"bits": bits, **output}) is None
     format, parts, codes, scales = gptq(bits, zeros, order, desc_act=True, **output)
     wanted = (codes - zeros[order] - less).float() * scales.float()[order]
-    assert format.kept is format
+    assert format.engine_format is format
     assert format.fault(parts) is None
     assert torch.equal(format.decode(parts), wanted.T)
     # In the order of their groups, integers are kept with their zero points.
     format, parts, *_ = gptq(bits, zeros, torch.arange(128) // 32, **output)
-    assert format.kept is MOVED[max(bits, 4)]
-    held = format.kept.decode(format.keep("x", parts))
+    assert format.engine_format is MOVED[max(bits, 4)]
+    held = format.engine_format.decode(format.to_engine_format("x", parts))
     assert torch.equal(held.view(32, 128), format.decode(parts))
     sizes = {s: (entry.dtype, entry.shape) for s, entry in format.parts((32, 128)).items()}
     assert sizes == {s: (make_entry(p).dtype, tuple(p.shape)) for s, p in parts.items()}
@@ -87,12 +87,12 @@ def test_symmetric_integers_stay(kept: Format) -> None:
     order = torch.arange(128) // 32
     middle = 2 ** (kept.bits - 1) - 1
     format, parts, *_ = gptq(kept.bits, middle, order, sym=True)
-    assert format.kept is kept
+    assert format.engine_format is kept
     assert format.fault(parts) is None
-    held = kept.decode(format.keep("x", parts))
+    held = kept.decode(format.to_engine_format("x", parts))
     assert torch.equal(held.view(32, 128), format.decode(parts))
     with pytest.raises(CheckpointError, match="x_g_idx has inputs in another order"):
-        format.keep("x", parts | {"_g_idx": parts["_g_idx"].flip(0)})
+        format.to_engine_format("x", parts | {"_g_idx": parts["_g_idx"].flip(0)})
     wrong = words(torch.full((4, 32), middle + 1), kept.bits, 1)
     assert "has zero points other than" in str(format.fault(parts | {"_qzeros": wrong}))
 

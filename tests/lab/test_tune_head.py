@@ -18,7 +18,7 @@ from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import join_head
-from mtpbuild.builder.weights.streamed import StreamedModel, make_batches
+from mtpbuild.builder.weights.layer_passes import StreamedModel, make_batches
 from mtpbuild.lab.measure.own_texts import OwnAnswer
 from mtpbuild.lab.tune import training, tune_head
 from mtpbuild.lab.tune.chains import run_chain

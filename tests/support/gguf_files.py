@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType as Type
 
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.stored import Checkpoint
 from tests.support.families import make_config, make_family
 from tests.support.scripts import benchmark
 

@@ -143,7 +143,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets.tensorrt import TensorRt
     from mtpbuild.builder.targets.tensorrt.lowering import convert
-    from mtpbuild.builder.weights.requantised import format_by
+    from mtpbuild.builder.weights.quantised_view import format_by
     from mtpbuild.builder.weights.scheme import SCHEMES
     from mtpbuild.builder.weights.table import choose_formats, make_family_table
     from mtpbuild.runtime.ranks import Ranks

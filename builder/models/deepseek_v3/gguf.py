@@ -16,7 +16,7 @@ from mtpbuild.builder.gguf.tensors import (
     LayerTensors,
     check_shape,
 )
-from mtpbuild.builder.gguf.tokenizer import WHITE_SPACE, PreTokenizer
+from mtpbuild.builder.gguf.tokenizer import WHITE_SPACE, WordSplit
 from mtpbuild.runtime.errors import CheckpointError
 
 TENSORS = LAYER | SHARED_EXPERTS | MODULE_LAYER | {
@@ -45,7 +45,7 @@ def list_architectures() -> tuple[Architecture, ...]:
             "deepseek2",
             lambda file: read_latent(file) | read_unsaid_groups(file),
             TENSORS,
-            splits={"deepseek-v3": PreTokenizer(WORDS)},
+            splits={"deepseek-v3": WordSplit(WORDS)},
             merge=merge_kv_heads,
         ),
     )

@@ -3,7 +3,7 @@
 from mtpbuild.builder.gguf.configs import Config, read_experts, read_heads, read_sizes
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tensors import LAYER, MODULE_LAYER, SHARED_EXPERTS, Architecture
-from mtpbuild.builder.gguf.tokenizer import PreTokenizer, split_words
+from mtpbuild.builder.gguf.tokenizer import WordSplit, split_words
 
 WORDS = split_words(r"\p{L}", r"\p{N}{1,3}")
 
@@ -14,7 +14,7 @@ def list_architectures() -> tuple[Architecture, ...]:
             "glm4moe",
             read_gguf_config,
             LAYER | SHARED_EXPERTS | MODULE_LAYER,
-            splits={"glm4": PreTokenizer((WORDS,)), "chatglm-bpe": PreTokenizer((WORDS,))},
+            splits={"glm4": WordSplit((WORDS,)), "chatglm-bpe": WordSplit((WORDS,))},
         ),
     )
 

@@ -16,7 +16,7 @@ from mtpbuild.builder.gguf.configs import Config, read_heads, read_sizes
 from mtpbuild.builder.gguf.container import Floats, GgufFile
 from mtpbuild.builder.gguf.mapped import GgufWeight, Order, Tiles
 from mtpbuild.builder.gguf.tensors import LAYER, Architecture, LayerTensors, check_shape
-from mtpbuild.builder.gguf.tokenizer import PreTokenizer, split_words
+from mtpbuild.builder.gguf.tokenizer import WordSplit, split_words
 from mtpbuild.builder.lazy_torch import torch
 
 TENSORS = LAYER | {
@@ -47,7 +47,7 @@ def list_architectures() -> tuple[Architecture, ...]:
         lambda file: read_gguf_config(file, "Qwen3_5", "qwen3_5_text", moe=False),
         TENSORS,
         modules=MODULES,
-        splits={"qwen35": PreTokenizer((split_words(r"[\p{L}\p{M}]"),), normalised=True)},
+        splits={"qwen35": WordSplit((split_words(r"[\p{L}\p{M}]"),), normalised=True)},
         restore=restore_tiled,
     )
     experts = replace(
@@ -60,7 +60,7 @@ def list_architectures() -> tuple[Architecture, ...]:
         lambda file: read_gguf_config(file, "Qwen3Next", "qwen3_next"),
         TENSORS,
         modules=MODULES,
-        splits={"qwen2": PreTokenizer((split_words(r"\p{L}"),), normalised=True)},
+        splits={"qwen2": WordSplit((split_words(r"\p{L}"),), normalised=True)},
         merge=merge_packed,
         restore=restore,
     )

@@ -18,8 +18,8 @@ from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.rope import compute_rope_tables
 from mtpbuild.builder.stages import Watch, say_time_left
-from mtpbuild.builder.weights.requantised import Parts
-from mtpbuild.builder.weights.stored import Checkpoint
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView
 from mtpbuild.runtime.errors import UsageError
 
 BATCH = 2048  # most tokens that go through a layer together
@@ -31,7 +31,7 @@ LayerPass = Callable[[Iterable[Tensor], Parts], Iterator[Tensor]]
 class KnownEmbedding(nn.Module):
     """The rows of an embedding that some tokens need."""
 
-    def __init__(self, checkpoint: Checkpoint, tokens: Tensor) -> None:
+    def __init__(self, checkpoint: Checkpoint | QuantisedView, tokens: Tensor) -> None:
         super().__init__()
         self.tokens, rows, start = tokens.unique(), list[Tensor](), 0
         for piece in checkpoint.rows(EMBEDDING):
@@ -52,7 +52,7 @@ class StreamedModel:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, batches: Sequence[Tensor]
+        self, checkpoint: Checkpoint | QuantisedView, config: ModelConfig, batches: Sequence[Tensor]
     ) -> None:
         self.checkpoint, self.config = checkpoint, replace(config, draft_ids=())
         self.batches = batches

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import list_entries
-from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.errors import CheckpointError
 

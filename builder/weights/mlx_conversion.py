@@ -1,17 +1,12 @@
 """Weights that MLX's conversion changes: kv_b_proj in two, and Qwen's norms and convolutions."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.builder.formats import Entry, Shape, find_stored_format
 from mtpbuild.builder.formats.mlx import WORD
-from mtpbuild.builder.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from mtpbuild.builder.lazy_torch import Tensor, torch
 
 KEYS, VALUES = "embed_q.", "unembed_out."  # of kv_b_proj; each head's keys are transposed
 FIRST = f"{KEYS}0.weight"

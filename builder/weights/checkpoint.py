@@ -1,20 +1,19 @@
 """Read the tensors of a Hugging Face checkpoint, and check them against a family's table."""
 
-from __future__ import annotations  # Tensor is imported for types alone
+from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
 from mtpbuild.builder.checkpoint.shards import more, offer_unnamed_head
 from mtpbuild.builder.checkpoint.text_model import Part
 from mtpbuild.builder.formats import (
-    DTYPES,
     SUPPORTED,
     Entry,
     Format,
@@ -24,7 +23,7 @@ from mtpbuild.builder.formats import (
     refuse_out_of_range,
 )
 from mtpbuild.builder.gguf.choice import explain_joining
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.weight import StoredTensor
@@ -35,13 +34,10 @@ from mtpbuild.builder.models.modules import (
     describe_stripped,
     is_module,
 )
-from mtpbuild.builder.weights.made import ConvertedWeight
+from mtpbuild.builder.weights.mlx_conversion import ConvertedWeight
 from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
@@ -74,10 +70,6 @@ class FileEntry(Entry):
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
     source: TensorSource | None = None  # what it is made of, if it is not stored as it is
-
-    @property
-    def floats(self) -> bool:
-        return self.dtype in DTYPES
 
 
 @dataclass(frozen=True)
@@ -154,29 +146,17 @@ class Checkpoint:
         """
         format = self.format(name)
         assert format is not None
-        kept = format.kept
-        if held is not None and held.packs and not held.holds(kept):
-            return self._round_weight(name, held)
+        kept = format.engine_format
+        if held is not None and choose_read_format(format, held) is not kept:
+            return encode_anew(self, name, held)
         stored = self.parts(name)
-        parts = format.keep(name, stored)
+        parts = format.to_engine_format(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
             loss = Loss().after(format.decode(stored), parts, kept)
             if loss.relative > MOST_LOSS:
                 raise self._make_error(name, "has scales or minima that are out of fp16's range")
             self.losses.update({name: loss} if loss.changes else {})
         return parts
-
-    def _round_weight(self, name: str, held: Format) -> dict[str, Tensor]:
-        """Read a weight and encode it in another format; note the loss."""
-        pieces: list[dict[str, Tensor]] = []
-        loss = Loss()
-        weight = self.read(name)
-        refuse_out_of_range(held, name, weight)
-        for rows in weight.split(PIECE):
-            pieces.append(held.encode(rows))
-            loss = loss.after(rows, pieces[-1], held)
-        self.losses[name] = loss
-        return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}
 
     def rows(self, name: str) -> Iterator[Tensor]:
         """Read a weight as `read` does, but yield some rows at a time."""
@@ -351,3 +331,33 @@ class Checkpoint:
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
         if (found := self.tensors[name].shape) != shape:
             raise self._make_error(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
+
+
+def choose_read_format(format: Format, held: Format) -> Format:
+    """Return the format in which a weight of `format` is read for an engine that holds `held`."""
+    usual = format.engine_format
+    return held if held.packs and not held.represents(usual) else usual
+
+
+class ReadsWeights(Protocol):
+    """What reads weights, and notes what their encoding changed."""
+
+    @property
+    def losses(self) -> dict[str, Loss]:
+        """What rounding changed in weights whose format an engine can't keep, by weight."""
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in fp32."""
+
+
+def encode_anew(checkpoint: ReadsWeights, name: str, held: Format) -> dict[str, Tensor]:
+    """Read a weight and encode it in another format; note the loss."""
+    pieces: list[dict[str, Tensor]] = []
+    loss = Loss()
+    weight = checkpoint.read(name)
+    refuse_out_of_range(held, name, weight)
+    for rows in weight.split(PIECE):
+        pieces.append(held.encode(rows))
+        loss = loss.after(rows, pieces[-1], held)
+    checkpoint.losses[name] = loss
+    return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}

@@ -1,40 +1,43 @@
 """A view of a checkpoint in other number formats, which quantises weights as they are read."""
 
-from __future__ import annotations  # Tensor is imported for types alone
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from safetensors import safe_open
 
 from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large, refuse_too_small
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import StoredTensor
+from mtpbuild.builder.weights.checkpoint import (
+    PIECE,
+    Checkpoint,
+    Loss,
+    choose_read_format,
+    encode_anew,
+)
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 
 
 @dataclass(frozen=True)
-class Requantised(Checkpoint):
+class QuantisedView:
     """The checkpoint that `mtpbuild quantize` would write, without writing it.
 
     Each read of a weight encodes it again, some rows at a time.
     """
 
     source: Checkpoint
+    tensors: Mapping[str, Entry]
     formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
     unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
     amaxes: dict[str, float] = field(default_factory=dict)  # by weight; each is computed once
     # By weight: a safetensors file with its parts, where texts have said how to round it.
     calibrated: Mapping[str, Path] = field(default_factory=dict)
+    losses: dict[str, Loss] = field(default_factory=dict)  # as of a checkpoint
 
     def format(self, name: str) -> Format | None:
         return self.formats[name]
@@ -54,6 +57,20 @@ class Requantised(Checkpoint):
         if name in self.calibrated:
             return self.read_calibrated_parts(name)
         return self.collect(name, (parts for _, parts in self.encoded(name)))
+
+    def rows(self, name: str) -> Iterator[Tensor]:
+        """Read a weight as `read` does, but yield some rows at a time."""
+        if self.formats[name] is None and self.source.format(name) is None:
+            return self.source.rows(name)
+        return iter(self.read(name).split(PIECE))
+
+    def read_kept_parts(self, name: str, held: Format | None = None) -> Parts:
+        """Do what a checkpoint does for its weights."""
+        format = self.formats[name]
+        assert format is not None
+        if held is not None and choose_read_format(format, held) is not format:
+            return encode_anew(self, name, held)
+        return self.parts(name)
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
         """Join the parts of pieces of a weight's rows.
@@ -114,19 +131,17 @@ class Requantised(Checkpoint):
 
 def requantise(
     checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[StoredTensor]
-) -> Requantised:
+) -> QuantisedView:
     """Return a view of these weights of a checked checkpoint, quantised as `scheme` says."""
-    formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, FileEntry]()
+    formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, Entry]()
     for stored in weights:
         name = stored.name
         format = formats[name] = format_by(scheme, config, stored)
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
-        source = checkpoint.tensors[name]
         for suffix, entry in find_stored_parts(checkpoint, stored, format).items():
-            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, source.file, source.name)
-    kept = checkpoint.folder, tensors, checkpoint.tower, checkpoint.settings
-    return Requantised(*kept, checkpoint, formats, tuple(unfit))
+            tensors[name + suffix] = entry
+    return QuantisedView(checkpoint, tensors, formats, tuple(unfit))
 
 
 def format_by(scheme: Scheme, config: ModelConfig, stored: StoredTensor) -> Format | None:
