@@ -40,9 +40,11 @@ def print_table(rows: Iterable[Row], texts: Collection[str] = ()) -> None:
         parts[-1].append(place)
     for part in parts:
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        room = max(1, console.width - sum(least[i] + GAP for i in part[1:]))  # for the names
         for i in part:
             if wraps[i]:
-                table.add_column(columns[i][0], overflow="fold", min_width=least[i])
+                width = least[i] if i else min(least[i], room)
+                table.add_column(columns[i][0], overflow="fold", min_width=width)
             else:
                 table.add_column(columns[i][0], justify="right", no_wrap=True)
         for cells in zip(*(columns[i][1:] for i in part), strict=True):
