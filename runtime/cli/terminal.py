@@ -199,7 +199,7 @@ def _shorten_series(names: Iterable[str]) -> Iterator[str]:
 
 def colour_draft(text: str, draft: bool) -> str:
     """Return a text in green if it is an accepted draft's."""
-    return f"{GREEN}{text}{RESET}" if draft else text
+    return f"{GREEN}{text}{RESET}" if draft and text else text
 
 
 def has_colour(stream: TextIO) -> bool:

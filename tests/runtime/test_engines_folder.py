@@ -10,10 +10,7 @@ import pytest
 
 from mtpbuild.builder.cli import app
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.cli.engines import (
-    describe_time,
-    find_engine,
-)
+from mtpbuild.runtime.cli.engines import describe_time, find_engine
 from tests.support.invoke import invoke, refusal
 from tests.support.run_command import TerminalRunner
 
