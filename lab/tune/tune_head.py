@@ -160,7 +160,7 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
 
 
 def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
-    """Check what needs no weights; return the plan of the engine, the training, and their inputs."""
+    """Check what needs no weights; return the engine's plan, the training and their inputs."""
     if request.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
     if request.lr is not None and not 0 < request.lr <= 1:
