@@ -18,7 +18,7 @@ def hashed(tree: Path) -> str:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("trees") / "tree"
-    for folder in ("builder", "plugins", "runtime"):
+    for folder in ("builder", "lab", "plugins", "runtime"):
         shutil.copytree(TREE / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tree
 
