@@ -17,7 +17,7 @@ from mtpbuild.builder.compiler.flag_checks import (
     choose_nextns,
     name_suffix,
 )
-from mtpbuild.builder.compiler.source import Source, find_source
+from mtpbuild.builder.compiler.source import ModelSource, find_source
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.staged import count_staged_bytes
 from mtpbuild.builder.models.ranks import check_ranks
@@ -60,7 +60,7 @@ class Plans:
 
     request: BuildRequest
     target: Target
-    source: Source
+    source: ModelSource
     engines: Mapping[Path, Plan]
     brought: Sequence[Path] = ()  # files of the drafter's own weights
     # Builds with equal ones make the same engine; empty until `take_fingerprints`.
@@ -191,7 +191,7 @@ def plan_engines(request: BuildRequest, *, may_fetch: bool = False) -> Plans:
     return make_plans(request, target, find_source(request, may_fetch=may_fetch))
 
 
-def make_plans(request: BuildRequest, target: Target, source: Source) -> Plans:
+def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Plans:
     """Return the plan of the engine for each nextn, by the engine's folder."""
     config = source.config
     nextns = choose_nextns(config, request, source.folder)

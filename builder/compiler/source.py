@@ -73,7 +73,7 @@ class RemoteWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source(FoundModel):
+class ModelSource(FoundModel):
     """The model to build, or the requested layers of it; its small files are read and checked.
 
     remote: its weights, if they are not here yet.
@@ -85,7 +85,7 @@ class Source(FoundModel):
 
     def fetch(
         self, request: BuildRequest, plans: Mapping[Path, Plan], room: Room = THIS_MACHINE
-    ) -> "Source":
+    ) -> "ModelSource":
         """Fetch the weights unless they are here; return the model with their folder.
 
         Before the weights come all checks that their headers allow. room: measures the machine's
@@ -113,7 +113,7 @@ class Source(FoundModel):
         return replace(self, folder=find_checkpoint_folder(here), remote=None)
 
 
-def find_source(request: BuildRequest, *, may_fetch: bool = False) -> Source:
+def find_source(request: BuildRequest, *, may_fetch: bool = False) -> ModelSource:
     """Find a request's model and check its small files.
 
     may_fetch: whether the hub is asked for what is not here; only small files are fetched. Raises
@@ -128,7 +128,7 @@ def find_source(request: BuildRequest, *, may_fetch: bool = False) -> Source:
 
 def read_source(
     request: BuildRequest, model: FoundModel, remote: RemoteWeights | None = None
-) -> Source:
+) -> ModelSource:
     """Read and check a model's small files; --layers cuts the model and is added to its name."""
     config, folder, layers = load_config(model.folder), model.folder, request.layers
     if model.mtp is not None:
@@ -149,7 +149,7 @@ def read_source(
     except EngineFileError as error:
         why = str(error).removesuffix("; rebuild the engine").removeprefix(f"{folder}/")
         raise CheckpointError(f"{folder}/{why}") from None
-    return Source(**names, folder=folder, mtp=model.mtp, config=config, ids=ids, remote=remote)
+    return ModelSource(**names, folder=folder, mtp=model.mtp, config=config, ids=ids, remote=remote)
 
 
 def find_remote_model(request: BuildRequest) -> tuple[FoundModel, RemoteWeights] | None:
@@ -282,7 +282,7 @@ def list_weight_files(repository: "Repository") -> list[str]:
     return names
 
 
-def open_headers(source: Source, remote: RemoteWeights, request: BuildRequest) -> Checkpoint:
+def open_headers(source: ModelSource, remote: RemoteWeights, request: BuildRequest) -> Checkpoint:
     """List a repository's tensors by the headers of its files, which alone are fetched."""
     if remote.gguf:
         return open_slice(source.folder, request.layers, request.mtp)
@@ -299,7 +299,7 @@ def open_headers(source: Source, remote: RemoteWeights, request: BuildRequest) -
 
 
 def check_disk_and_memory(
-    source: Source, request: BuildRequest, wanted: int, plans: Mapping[Path, Plan], room: Room
+    source: ModelSource, request: BuildRequest, wanted: int, plans: Mapping[Path, Plan], room: Room
 ) -> None:
     """Raise DownloadError if download, engine or the engine's run need more room than there is.
 

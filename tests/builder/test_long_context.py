@@ -83,7 +83,10 @@ def test_the_build_says_it(
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     build = ("build", "--model", model, "--nextn", 1, "--out", out)
     monkeypatch.setattr("mtpbuild.builder.compiler.plans.measure_memory", lambda: 12 << 20)
-    says = "note: context 16,384 of 1,048,576: memory; --max-seq-len asks for another"
+    says = (
+        "note: requests may have 16,384 tokens of the model's 1,048,576, which is what memory "
+        "allows; --max-seq-len sets it"
+    )
     assert invoke(*build)[0] == 0
     assert read_manifest(out).build.max_seq_len == 16_384
     code, printed, _ = invoke(*build)
