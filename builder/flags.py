@@ -5,15 +5,12 @@ The command line imports these groups, so this module imports nothing heavy.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mtpbuild.runtime.configuration.settings import Given
 from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.flag_groups import drafts_flag, engine_flag, flag, model_flag, output_flag
 from mtpbuild.runtime.threads import make_threads_flag
-
-if TYPE_CHECKING:
-    from mtpbuild.builder.weights.scheme import AnyScheme
 
 
 def make_drafter_flag() -> str | None:
@@ -36,12 +33,6 @@ class CalibrationFlags:
     calibration_text: Path | None = flag(
         None, "The same with a text, or with the model's answers to a JSONL file of prompts."
     )
-
-    def add_to(self, scheme: "AnyScheme") -> "AnyScheme":
-        """Return the scheme with the calibration that the flags ask for."""
-        from mtpbuild.builder.weights.scheme import add_calibration
-
-        return add_calibration(scheme, self.calibrate, self.calibration_text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,11 +70,11 @@ class Command(PanelHelp, typer.core.TyperCommand):
     """A command."""
 
 
-class Group(PanelHelp, typer.core.TyperGroup):
+class CommandGroup(PanelHelp, typer.core.TyperGroup):
     """A group of commands."""
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """The group of all commands; their usage errors are one line."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -127,4 +127,4 @@ for command in (
 prefix = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed once.")
 for name, command in {"add": add_prefix, "list": list_prefixes, "remove": remove_prefix}.items():
     prefix.command(name, cls=Command)(command)
-app.add_typer(prefix, name="prefix", cls=Group)
+app.add_typer(prefix, name="prefix", cls=CommandGroup)

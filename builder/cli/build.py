@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,7 +72,7 @@ def build(
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.targets.choice import choose_target
-    from mtpbuild.builder.weights.scheme import build_scheme
+    from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
     from mtpbuild.runtime.configuration.settings import read_requested_ranks, read_sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -92,7 +93,7 @@ def build(
         target=target,
         ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
-        scheme=calibration.add_to(build_scheme(weights, head_weights)),
+        scheme=add_calibration(build_scheme(weights, head_weights), *astuple(calibration)),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=options,
         **vars(flags),
@@ -180,9 +181,9 @@ def quantize(
     with show_progress("reading the checkpoint") as watch:
         with explain_missing_package("quantize", "build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
-            from mtpbuild.builder.weights.scheme import make_scheme
+            from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
-        scheme = calibration.add_to(plain)
+        scheme = add_calibration(plain, *astuple(calibration))
         done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
     print_quantized(done)
 
