@@ -193,8 +193,22 @@ def test_imports_go_down() -> None:
             )
             own = top != "mtpbuild" or not rest or rest[0] in allowed
             foreign = part_of(module) == "plugins" and name.startswith("mtpbuild.runtime")
-            assert own, f"{path} imports {name}"
-            assert not foreign or name.startswith(SHARED), f"{path} imports {name}"
+            rule = "is not below it (docs/architecture.md): move what both need to a lower folder"
+            assert own, f"{path} imports {name}, which {rule}"
+            assert not foreign or name.startswith(SHARED), f"{path} imports {name}, which {rule}"
+
+
+COMMAND_LINES = re.compile(
+    r"mtpbuild\.((builder|runtime)\.cli\b|runtime\.server\.command$|__main__)"
+)
+
+
+def test_only_command_lines_import_command_lines() -> None:
+    for module, path in sources():
+        wrong = [name for name in imports(path, module_level=False) if ".cli." in f"{name}."]
+        assert COMMAND_LINES.match(module) or not wrong, (
+            f"{path} imports {wrong}: move what it needs out of cli/ (such as runtime/tables.py)"
+        )
 
 
 def test_what_comes_from_outside() -> None:
