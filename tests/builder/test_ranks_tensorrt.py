@@ -1,6 +1,6 @@
 """Ranks of target tensorrt, from the headline command to tokens, on fakes of NVIDIA's packages.
 
-`lower_tensorrt` and the run time are the real ones, each rank is a process; what stands in for
+The lowering and the run time are the real ones, each rank is a process; what stands in for
 TensorRT, Torch-TensorRT, CUDA and NCCL is in `tests/support/fake_torch_tensorrt.py`.
 """
 

@@ -1,6 +1,6 @@
 """Fakes NVIDIA's packages for target tensorrt: TensorRT's module, Torch-TensorRT's and NCCL.
 
-`lower_tensorrt` runs on the fakes unchanged, with our converters of collectives, cache writes,
+The lowering runs on the fakes unchanged, with our converters of collectives, cache writes,
 quantised constants and sums. The resulting engine is a list of PyTorch calls (`fake_network.py`),
 which runs the ops' references in place of our kernels; `make test-tensorrt` checks the plugins.
 Ranks are real processes. Their collectives go over gloo and must match: number, place in the
