@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -139,6 +139,20 @@ def check_rates(values: object) -> tuple[float, ...]:
     if any(later > earlier for earlier, later in itertools.pairwise(found)):
         raise ValueError(f"must not increase, as in {format_value(values)}")
     return tuple(found)
+
+
+def in_range(value: int, least: int, limit: int, flag: str) -> int:
+    """Return the value; raise UsageError, which names the flag, if it is out of range."""
+    if not least <= value <= limit:
+        raise UsageError(f"{flag} {value} is outside {least}..{limit}")
+    return value
+
+
+def check_one_of(value: str, choices: Collection[str], flag: str) -> str:
+    """Return the value; raise UsageError, which names the flag, if it is none of the choices."""
+    if value not in choices:
+        raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
+    return value
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:

@@ -9,7 +9,7 @@ import typer
 
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.cli.engine_commands import confirm
+from mtpbuild.runtime.cli.commands import confirm
 from mtpbuild.runtime.contract.rules import find_rule, list_rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
@@ -23,7 +23,7 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     Of the engines under engines/ that have the acceptance rules the last used one is taken. Raises
     the errors of a build, and BuildError if no engine of the model fits this machine.
     """
-    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.builder.plan.recipe import name_model
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme

@@ -179,6 +179,7 @@ class Repository:
 
 def open_repository(name: str, revision: str) -> Repository:
     """Ask the hub about a repository; raise DownloadError, such as UnreachableError."""
+    hub_logging.set_verbosity(logging.ERROR)  # besides errors it shows only progress bars
     with explain_errors(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -205,17 +206,6 @@ def endpoint() -> str | None:
 
 def find_hub_address() -> str:
     return endpoint() or constants.ENDPOINT
-
-
-@contextmanager
-def silence_hub() -> Iterator[None]:
-    """Silence huggingface_hub except for progress bars; its errors become one line of ours."""
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        hub_logging.set_verbosity(before)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtpbuild.builder.formats.integers import WIDE
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.program.opened_model import OpenedModel, count_words
+from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 
 
 def log_notes(model: OpenedModel) -> None:
@@ -18,7 +18,7 @@ def log_notes(model: OpenedModel) -> None:
 def list_notes(model: OpenedModel) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that the engine leaves out or changes."""
     dtype = model.style.dtype
-    if found := count_words(model.dequantised().elements()):
+    if found := describe_counts(model.dequantised().elements()):
         yield f"quantised weights ({found}) are dequantised: the engine holds them in {dtype}"
     if count := sum(bool(held) and each in WIDE.values() for each, held in model.quantised()):
         yield f"{count} weights with fp32 scales get fp16 ones, quantised anew where inexact"
@@ -29,7 +29,7 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
         yield f"the MTP head is left out ({left[0]}, ..): it is not whole, and no draft needs it"
     own = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
     for what, modules in own.items():
-        if names := ", ".join(model.family.name_module(model.config, j) for j in modules):
+        if names := ", ".join(model.config.name_module(j) for j in modules):
             yield f"the {what} stored in {names} differs from the trunk's: drafts use it"
     if count := model.stored.tower:
         yield f"the vision tower ({count} tensors) is left out: the engine reads text alone"

@@ -2,20 +2,19 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.compiler.manifest_of import describe_files, make_model_info
 from mtpbuild.builder.compiler.notes import log_notes
-from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
+from mtpbuild.builder.compiler.source import find_source, read_source
 from mtpbuild.builder.engine.layout import change_engine
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.machine import explain_small_disk
@@ -128,31 +127,33 @@ def open_model(
     engine: Path, old: Manifest, model: str, target: Target, mtp: Path | None
 ) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
-    whole, config = find_source(BuildRequest(model, mtp=mtp))
+    request = BuildRequest(model, mtp=mtp)
+    source = find_source(request)
     before = find_config_of(engine, old, mtp)
-    wanted, found_modules = (c.num_nextn_predict_layers for c in (before, config))
-    if old.build.nextn and found_modules < wanted:
+    wanted, present = (c.num_nextn_predict_layers for c in (before, source.config))
+    if old.build.nextn and present < wanted:
         raise UsageError(
-            f"{whole.folder}: has {found_modules} MTP modules, {engine} was built with {wanted}: "
+            f"{source.folder}: has {present} MTP modules, {engine} was built with {wanted}: "
             "join the head with --mtp FILE_OR_FOLDER"
         )
-    refuse(engine, whole.folder, list_differences(before, config))
+    refuse(engine, source.folder, list_differences(before, source.config))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
+    if layers is not None:
+        source = read_source(replace(request, layers=layers), source)
     brings = any(name.startswith(PREFIX) for name in read_header(engine / WEIGHTS)[0])
-    found, config = find_source(BuildRequest(model, layers=layers, mtp=mtp))
     new = open_checked(
-        found,
-        config,
-        read_generation_ids(found.folder, config),
+        source,
+        source.config,
+        source.ids,
         target.style,
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
-        brought=find_brought_files(old.build.drafter if brings else None, config),
+        brought=find_brought_files(old.build.drafter if brings else None, source.config),
         scheme=make_engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:
-        refuse(engine, found.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
+        refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     return new
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtpbuild.builder.checks import needs
 from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, name_rank
-from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.errors import BuildError, explain_missing_package
 
 JOURNAL = "parts.jsonl"  # the first line names the inputs, then each finished part has a line
 LOCK = "lock"
@@ -189,7 +188,7 @@ def _find_staging_home(place: Path, rank: int | None) -> Path:
 @contextlib.contextmanager
 def _lock(home: Path, out: Path) -> Iterator[None]:
     """Create `home`, and lock other processes out of it."""
-    with needs("build", "filelock"):
+    with explain_missing_package("a build", "build", "filelock"):
         from filelock import FileLock, Timeout
 
     lock = FileLock(home / LOCK, timeout=0.2, fallback_to_soft=False)

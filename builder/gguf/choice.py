@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from mtpbuild.builder.gguf.container import SHARD
 from mtpbuild.runtime.errors import CheckpointError
@@ -61,3 +61,8 @@ def name_one(where: str, names: Sequence[str]) -> str:
         f"{where} has only GGUF files: name one, as --model {where}:{kind}; there are: "
         f"{', '.join(models) or ', '.join(names)}"
     )
+
+
+def explain_joining(path: Path) -> str:
+    """Return how a GGUF file gets an MTP head, as the end of a message; "" for other paths."""
+    return f", or put its head beside it as {HEAD}{path.name}" if path.suffix == ENDING else ""

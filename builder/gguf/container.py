@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.gguf.header import Keys, parse_header
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, explain_missing_package
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ = (
@@ -101,6 +100,11 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         return ascii(str(self.keys.get("general.architecture"))[:99])[1:-1]
+
+    @property
+    def tokenizer(self) -> str:
+        """The name of the way in which texts are split into words."""
+        return str(self.keys.get("tokenizer.ggml.pre"))
 
     def key(self, name: str, default: Any = None, kind: type | None = None) -> Any:
         """Return a key of the architecture; raise CheckpointError if it is missing or unusable.
@@ -202,7 +206,7 @@ def find_header_end(path: Path) -> int | None:
 @lru_cache(maxsize=4)  # a build reads the header of a file several times
 def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str, RawTensor]]:
     header = parse_header(path)
-    with needs("build", "gguf"):
+    with explain_missing_package("a GGUF file", "build", "gguf"):
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     tensors = dict[str, RawTensor]()

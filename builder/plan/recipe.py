@@ -19,8 +19,8 @@ from mtpbuild.builder.checkpoint.hub_cache import find_cached_snapshot
 from mtpbuild.builder.checkpoint.readable import refuse_folder
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.gguf.choice import ENDING
-from mtpbuild.builder.gguf.folder import find_cached_gguf, find_checkpoint_folder
 from mtpbuild.builder.models import refuse_class
+from mtpbuild.builder.weights.gguf_folder import find_cached_gguf, find_checkpoint_folder
 from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 

@@ -16,7 +16,7 @@ from mtpbuild.builder.formats.format import NAMES, SIZES
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
+from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.requantised import format_by
@@ -65,10 +65,10 @@ class CheckpointLayout:
     name: str
     config: ModelConfig
     format: FormatOf
-    plain: Callable[[Stored], str]  # dtype of a weight that is not quantised
+    plain: Callable[[StoredTensor], str]  # dtype of a weight that is not quantised
     repeated: bool  # MTP layers hold copies of embedding and head
 
-    def parts(self, stored: Stored, format: Format | None) -> dict[str, Entry]:
+    def parts(self, stored: StoredTensor, format: Format | None) -> dict[str, Entry]:
         """Return the tensors that make up a weight in its format."""
         if format is not None:
             return format.parts(stored.shape)
@@ -127,7 +127,7 @@ def count_classes(
     formats = {stored.name: layout.format(stored) for stored in table.stored.values()}
     held = {} if style is None else count_held_bytes(formats, table, style)
     # A layer's experts are alike: they are most of R1's 46,000 weights.
-    alike = defaultdict[Any, list[Stored]](list)
+    alike = defaultdict[Any, list[StoredTensor]](list)
     for stored in table.stored.values():
         name, format = stored.name, formats[stored.name]
         dtype = layout.plain(stored) if format is None else ""
@@ -161,13 +161,13 @@ def count_held_bytes(
         floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
         group = 0 if weight.format is None else weight.scale_group(share)
         sizes = dict[Any, float]()  # of tensors with the same shape and format
-        for stored, format in weight.held:
+        for stored, format in weight.formats_by_stored:
             if (kind := (stored.shape, stored.axis, stored.routed, format)) not in sizes:
                 shape = share.shape(stored)
                 if format is None:
                     size = prod(shape) * floats
                 else:
-                    parts = format.held(shape, group, weight.joined)
+                    parts = format.held(shape, group, weight.concat_axis)
                     size = sum(entry.nbytes for entry in parts)
                 sizes[kind] = size / (table.ranks.ep if stored.routed else 1)
             found[stored.name] = sizes[kind]
@@ -199,7 +199,7 @@ def count_file_bytes(classes: Iterable[WeightClass]) -> int:
     return round(sum(weights.per_rank for weights in classes))
 
 
-def compute_fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
+def compute_fraction_per_rank(stored: StoredTensor, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
     shape: of the tensor, which may hold a quantised weight's scales; a scalar can't be split.

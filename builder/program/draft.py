@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Choice, Positions, State, select_token
 from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.program.window import find_positions
+from mtpbuild.builder.program.window import make_positions
 from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.contract.state import StateSpec, name_module_rows
 from mtpbuild.runtime.errors import BuildError
@@ -113,7 +113,7 @@ class Vanilla(Drafter):
         last = (M - 1 - first).clamp(min=0)  # the newest slot's index in the window
         hidden = take_rows(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
-        rows = find_positions(model, first, T, step.active, state[name_module_rows(0)].shape[2])
+        rows = make_positions(model, first, T, step.active, state[name_module_rows(0)].shape[2])
 
         drafts, caches = [], {}
         index = torch.arange(T + K, device=M.device)

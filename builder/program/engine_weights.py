@@ -12,7 +12,7 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
 from mtpbuild.builder.models.common.weight import Share, convert_weights
-from mtpbuild.builder.program.opened_model import OpenedModel, count_words
+from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.weights.placed import ByteRange, read_places, write_weights
 from mtpbuild.builder.weights.stored import Loss
@@ -77,7 +77,7 @@ class EngineWeights:
         ):
             if names:
                 formats = (self.model.checkpoint.format(name) for name in names)
-                counts = count_words(format.name for format in formats if format is not None)
+                counts = describe_counts(format.name for format in formats if format is not None)
                 error = sum((losses[name] for name in names), Loss()).relative
                 notes.append(f"({counts}) are rounded to {held}, relative error {error:.2%}")
         if notes:

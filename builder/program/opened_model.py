@@ -106,7 +106,7 @@ class OpenedModel:
         return self.style.packs_weights and self.block_size is not None
 
 
-def count_words(formats: Iterable[str]) -> str:
+def describe_counts(formats: Iterable[str]) -> str:
     """Say how often each format occurs; "" if there is none."""
     return ", ".join(f"{count:,} in {name}" for name, count in sorted(Counter(formats).items()))
 
@@ -166,7 +166,7 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
         for name in table.joined:
             module = model.get_submodule(name)
             assert isinstance(module, GatheredMoE)
-            module.join_shared()
+            module.stack_shared_expert()
         if table.shares_embedding:
             model.embed_tokens = None
         for weight in table.of_rank(0):

@@ -65,7 +65,7 @@ class Program:
         return (*(f"{name}.out" for name in self.state), *self.results)
 
 
-def find_most_tokens(plan: Plan) -> int:
+def max_chunk_tokens(plan: Plan) -> int:
     """Return the largest number of tokens that the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 

@@ -9,7 +9,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
-from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, find_most_tokens
+from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, max_chunk_tokens
 from mtpbuild.plugins import NODE_FACETS
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
@@ -50,7 +50,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     """
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
-    chunk = Dim("chunk", min=1, max=find_most_tokens(plan))
+    chunk = Dim("chunk", min=1, max=max_chunk_tokens(plan))
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
     slots = {0: batch} if program.batch > 1 and not plan.style.all_slots else {}
     state, state_dims = {}, {}

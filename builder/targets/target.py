@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.graph.style import Attends, GraphStyle
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, explain_missing_package
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Plan
@@ -81,7 +80,8 @@ class Target:
 
     def importing(self) -> AbstractContextManager[None]:
         """Turn an import error in the block into one line that names the missing package."""
-        return needs("build", *(name.replace("-", "_") for name in self.packages))
+        packages = (name.replace("-", "_") for name in self.packages)
+        return explain_missing_package(f"target {self.name}", "build", *packages)
 
     def trace(self, program: "Program", plan: "Plan") -> "TracedProgram":
         """Export the program as one graph, and run the first passes on it."""

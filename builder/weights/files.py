@@ -21,8 +21,8 @@ from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
 from mtpbuild.builder.formats import Format, name_own
 from mtpbuild.builder.formats.mlx import METHOD as MLX
 from mtpbuild.builder.gguf.container import find_own_path
-from mtpbuild.builder.gguf.folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.weights.made import ConvertedWeight, convert_mlx_weights, is_norm, is_turned
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 from mtpbuild.runtime.errors import CheckpointError

@@ -23,13 +23,13 @@ from mtpbuild.builder.formats import (
     find_stored_format,
     refuse_out_of_range,
 )
-from mtpbuild.builder.gguf.folder import explain_joining
+from mtpbuild.builder.gguf.choice import explain_joining
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.models.modules import (
-    JOIN,
+    JOIN_A_HEAD_HINT,
     count_stored_modules,
     count_sure_modules,
     describe_stripped,
@@ -254,7 +254,7 @@ class Checkpoint:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
-        stripped = describe_stripped(self.folder, family, config, stored_count) if drafts else None
+        stripped = describe_stripped(self.folder, config, stored_count) if drafts else None
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
         fault = stripped or (self._find_fault(config, head=True) if count else None)
@@ -265,7 +265,7 @@ class Checkpoint:
         # A fault of the whole checkpoint is none of its head alone.
         trunk_fault = self._find_fault(config, head=False)
         instead = explain_joining(self.folder) or offer_unnamed_head(self.folder)
-        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{instead}")
+        raise CheckpointError(trunk_fault or f"{fault}\n{JOIN_A_HEAD_HINT}{instead}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
@@ -317,7 +317,7 @@ class Checkpoint:
         if found := sorted(names):
             raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
 
-    def _check_weight(self, stored: Stored) -> set[str]:
+    def _check_weight(self, stored: StoredTensor) -> set[str]:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
@@ -345,7 +345,7 @@ class Checkpoint:
         """Check the weights that a weight is made of; return the names of all their parts."""
         missing = made.sources.keys() - self.tensors.keys()
         self._refuse(missing, "missing tensor")
-        checked = (self._check_weight(Stored(*each)) for each in made.sources.items())
+        checked = (self._check_weight(StoredTensor(*each)) for each in made.sources.items())
         return set().union(*checked)
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:

@@ -66,8 +66,8 @@ class CostModel:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of a request's recurrent states, which are always fp32."""
-        found = find_family_of(self.config).recurrent(self.config, self.ranks)
-        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in found)
+        states = find_family_of(self.config).recurrent(self.config, self.ranks)
+        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in states)
 
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
@@ -94,8 +94,8 @@ class CostModel:
         counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
-        own = [weights for weights in self.classes if weights.module and weights.name not in ends]
-        yield self._count_weights("MTP modules", own, counts, load, 1 / modules)
+        inner = [weights for weights in self.classes if weights.module and weights.name not in ends]
+        yield self._count_weights("MTP modules", inner, counts, load, 1 / modules)
         heads = [weights for weights in self.classes if weights.name.endswith("head")]
         heads = [weights for weights in heads if weights.module] or heads  # its own, if any
         yield self._count_weights("head of drafts", heads, [1] * nextn, load)

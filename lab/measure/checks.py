@@ -56,8 +56,9 @@ class Case:
             return compare_bits(ours, theirs)
 
         def replay(number: int, known: list[int], count: int) -> TimedAnswer:
-            own = replace(params[number], max_tokens=count)
-            return run_prompts(engine or self.engine, [self.prompts[number] + known], [own])[0]
+            continued = replace(params[number], max_tokens=count)
+            prompt = self.prompts[number] + known
+            return run_prompts(engine or self.engine, [prompt], [continued])[0]
 
         rounded = rounds_inputs(self.engine.manifest)
         limits = {"largest_difference": ROUNDED, "diverging_share": 1.0} if rounded else {}
@@ -120,11 +121,11 @@ def probe(folder: Path) -> ProbeResult:
             case = Case(engine, reload, [*make_prompts(engine)], TOKENS)
             for name, check in PROBES.items():
                 try:
-                    found = check(case)
+                    finding = check(case)
                 except NotChecked:
                     continue
-                if not found.passed:
-                    return ProbeResult(wrong=f"{name}, but: {found.detail}")
+                if not finding.passed:
+                    return ProbeResult(wrong=f"{name}, but: {finding.detail}")
                 checked.append(name)
     except MtpbuildError as error:
         return ProbeResult(wrong=f"it was not probed: {error}")
@@ -133,9 +134,9 @@ def probe(folder: Path) -> ProbeResult:
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
     """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
-    most, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
+    capacity, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
     for length in LENGTHS:
-        if length + TOKENS <= most:
+        if length + TOKENS <= capacity:
             yield [(37 * place + length) % vocabulary for place in range(length)]
 
 
@@ -148,7 +149,7 @@ def check_steps(case: Case) -> Finding:
         [*prompt, *text.token_ids[:half]]
         for prompt, text in zip(case.prompts, case.greedy, strict=True)
     ]
-    params = [replace(own, max_tokens=TOKENS - half) for own in case.params()]
+    params = [replace(p, max_tokens=TOKENS - half) for p in case.params()]
     rest = [
         replace(text, token_ids=text.token_ids[half:], logprobs=text.logprobs[half:])
         for text in case.greedy

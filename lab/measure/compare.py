@@ -109,8 +109,8 @@ def find_largest_without_jumps(differences: Iterable[float]) -> float:
     Where two experts have the same score to the last bit, either may be chosen, and the
     log-probabilities of that token jump. A wrong cache or weight changes all later tokens.
     """
-    found = sorted(differences)
-    return found[-1 - len(found) // 100] if found else 0.0
+    ordered = sorted(differences)
+    return ordered[-1 - len(ordered) // 100] if ordered else 0.0
 
 
 def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[float]:

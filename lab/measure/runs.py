@@ -104,7 +104,7 @@ def run_prompts(
     """Run prompts one after the other, or all at once, and record log-probabilities and margins."""
     group = [Prompt("", i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     groups = [group] if together else [[prompt] for prompt in group]
-    return [answer for each in groups for answer in run_group(engine, each, record=True)]
+    return [answer for group in groups for answer in run_group(engine, group, record=True)]
 
 
 def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:

@@ -99,8 +99,8 @@ def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
             row, q = some.unbind(1)
             with torch.no_grad():
                 wanted = (SHARPNESS * plain.logits(hidden[row, q + j]).float()).softmax(-1)
-            found = plain.draft_logits(k, leaf[row, q]).float().log_softmax(-1)
-            loss = -(wanted * found).sum() / count
+            logprobs = plain.draft_logits(k, leaf[row, q]).float().log_softmax(-1)
+            loss = -(wanted * logprobs).sum() / count
             loss.backward()
             total += loss.item()
         if leaf.grad is not None:
@@ -150,7 +150,7 @@ class Trainer:
         if how.lora is None:
             return
         for name, part in products.items():
-            if family.may_be_quantised(c, name) is not None or family.joins(c, name):
+            if family.may_be_quantised(c, name) is not None or family.is_module_input_proj(c, name):
                 low = LowRank(part.weight, how.lora)
                 parametrize.register_parametrization(part, "weight", low)
 
@@ -211,9 +211,9 @@ def make_model_batches(
     model: StreamedModel, firsts: Sequence[int], files: Sequence[Path]
 ) -> list[Batch]:
     """Join a model's batches, the last place of each row's prompt, and their hidden states."""
-    found, start = list[Batch](), 0
+    rows, start = list[Batch](), 0
     for tokens, file in zip(model.batches, files, strict=True):
         end = start + len(tokens)
-        found.append(Batch(tokens, torch.tensor(firsts[start:end]), file))
+        rows.append(Batch(tokens, torch.tensor(firsts[start:end]), file))
         start = end
-    return found
+    return rows

@@ -44,9 +44,9 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     for prefix, p in likely.items():
         if prefix:
             share[prefix[:-1]] -= p
-    found = Counter(_find_longest_prefix(text, likely) for text in texts)
+    observed = Counter(_find_longest_prefix(text, likely) for text in texts)
     groups = _pool_cells({prefix: p * count for prefix, p in share.items()})
-    counts = [sum(found[prefix] for prefix in group) for group, _ in groups]
+    counts = [sum(observed[prefix] for prefix in group) for group, _ in groups]
     statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
     seen = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
 

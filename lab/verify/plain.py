@@ -47,11 +47,11 @@ def judge_texts(
     model: PlainLM,
     prompts: Sequence[list[int]],
     played: Sequence[TimedAnswer],
-    most: float = LARGEST_DIFFERENCE,
+    max_difference: float = LARGEST_DIFFERENCE,
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
-    most: how far log-probabilities may differ.
+    max_difference: how far log-probabilities may differ.
     """
     differences, gaps = list[float](), []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
@@ -66,7 +66,7 @@ def judge_texts(
     noise = find_largest_without_jumps(differences)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
-    if not noise <= most:
+    if not noise <= max_difference:
         detail = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
         return Finding(False, detail, figures)
     if largest > (limit := TIE_FACTOR * max(noise, LEAST_NOISE)):

@@ -33,19 +33,19 @@ def measure_distance(
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = torch.tensor([[*prompt, *text.token_ids[:-1]]])
         logits = model.logits(model.main(tokens))[0, len(prompt) - 1 :]
-        for wanted, found in zip(logits.log_softmax(-1), text.logprobs or (), strict=True):
-            divergences.append(_compute_divergence(wanted, found))
-            same += int(wanted.argmax()) == found.top[0][0]
+        for wanted, likeliest in zip(logits.log_softmax(-1), text.logprobs or (), strict=True):
+            divergences.append(_compute_divergence(wanted, likeliest))
+            same += int(wanted.argmax()) == likeliest.top[0][0]
     count = len(divergences)
     return Distance(sum(divergences) / count, same / count, count)
 
 
-def _compute_divergence(wanted: Tensor, found: TokenLogprobs) -> float:
+def _compute_divergence(wanted: Tensor, likeliest: TokenLogprobs) -> float:
     """Return the KL divergence of an engine's top tokens, and of the rest as one token."""
-    ids, logprobs = zip(*found.top, strict=True)
+    ids, logprobs = zip(*likeliest.top, strict=True)
     q = torch.tensor(logprobs).double()
     p = wanted[list(ids)].double()
-    rests = [(1 - each.exp().sum()).clamp(min=LEAST) for each in (p, q)]
+    rests = [(1 - known.exp().sum()).clamp(min=LEAST) for known in (p, q)]
     named = (p.exp() * (p - q)).sum()
     return float(named + rests[0] * (rests[0] / rests[1]).log())
 

@@ -18,7 +18,7 @@ from mtpbuild.runtime.configuration.settings import (
     join,
     shorten,
 )
-from mtpbuild.runtime.errors import UsageError, advise_needing
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
 COUNTS = ("num_speculative_tokens", "num-speculative-tokens")  # vLLM's, not TensorRT-LLM's
@@ -63,7 +63,7 @@ def _read_json(text: str, where: str) -> object:
 
 def _read_yaml(path: Path, where: str) -> object:
     """Read a YAML file of plain values; refuse duplicate keys in its two upper levels."""
-    with advise_needing(f"{where}: needs", "yaml"):
+    with explain_missing_package(f"{where}", "yaml"):
         import yaml
     try:
         text = path.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint, Words
 from mtpbuild.runtime.contract.targets import list_targets_with
-from mtpbuild.runtime.errors import RequestError, advise_needing
+from mtpbuild.runtime.errors import RequestError, explain_missing_package
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ class Grammars:
             )
 
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
-        with advise_needing("structured_outputs need", "serve"):
+        with explain_missing_package("a request with structured_outputs", "serve"):
             import llguidance
         if self._vocabulary is None:
             assert self._tokenizer is not None

@@ -3,14 +3,14 @@
 A package adds a target by an entry point of the group `mtpbuild.targets`, a `TargetRecord`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.errors import MissingDependencyError, advise_install
+from mtpbuild.runtime.errors import advise_install, explain_missing_package
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -53,16 +53,9 @@ class TargetRecord:
     build_flags: Callable[[Any], Mapping[str, Any]] = lambda manifest: {}
     features: Mapping[Feature, str] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def importing(self) -> Iterator[None]:
+    def importing(self) -> AbstractContextManager[None]:
         """Turn an ImportError in the block into advice on what to install."""
-        try:
-            yield
-        except ImportError as error:
-            if not self.install:
-                raise
-            need = f"this engine needs {error.name}: {self.install}"
-            raise MissingDependencyError(need) from error
+        return explain_missing_package("this engine", install=self.install)
 
 
 @dataclass(frozen=True)

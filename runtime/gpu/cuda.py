@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.errors import EngineError, advise_needing
+from mtpbuild.runtime.errors import EngineError, explain_missing_package
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -172,7 +172,7 @@ def visible_gpus(group: str) -> int:
 
 
 def _import_bindings(group: str) -> Any:
-    with advise_needing("using a GPU needs", group):
+    with explain_missing_package("using a GPU", group):
         return import_module("cuda.bindings.runtime")
 
 

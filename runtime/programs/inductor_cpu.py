@@ -1,4 +1,7 @@
-"""AOTInductor programs on a CPU. They update state in place and share the weights."""
+"""AOTInductor programs on a CPU. They update state in place and share the weights.
+
+An engine may have several ranks, with attention-DP or not.
+"""
 
 from typing import Any
 
@@ -7,9 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
-from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
+from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput, host_type
+from mtpbuild.runtime.group.channel import Channel, silence
+from mtpbuild.runtime.group.start import count_ranks_on_machine
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
+from mtpbuild.runtime.programs.attention_dp import AttentionDP
+from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches, round_up_rows
 from mtpbuild.runtime.programs.slots import JUDGED, Arrays, list_result_specs, make_step_output
 from mtpbuild.runtime.threads import choose_default_threads
 
@@ -54,6 +60,36 @@ class InductorPrograms(HostSlots):
             self._packages[program] = self._open(program)
         torch.set_num_threads(self._threads)  # the setting is per calling thread
         return self._packages[program].run(inputs)
+
+
+class CpuRankPrograms(InductorPrograms):
+    """The programs of one rank on a CPU."""
+
+    def __init__(
+        self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
+    ) -> None:
+        here = count_ranks_on_machine(manifest.build.tp)
+        super().__init__(manifest, threads or max(1, choose_default_threads() // here), opener)
+        self._channel = channel
+
+    def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with self._channel.unbroken(), silence:
+            return super()._run(program, inputs)
+
+
+class CpuAttentionDPPrograms(AttentionDP, CpuRankPrograms):
+    """The programs of one attention-DP rank on a CPU."""
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self._gather(super().step(self._find_own_active(active), rows))
+
+    def _prefill_padding(self, chunk: int) -> None:
+        sizes = {"chunk": chunk, "rows": round_up_rows(chunk, self._capacity)}
+        inputs = list[torch.Tensor]()
+        for spec in self._programs[PREFILL].inputs:
+            shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
+            inputs.append(view_as_tensor(np.zeros(shape, host_type(spec.dtype)), spec))
+        self._run(PREFILL, inputs)
 
 
 def view_as_tensor(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:

@@ -10,6 +10,7 @@ from mtpbuild.runtime.contract.controls import ALLOWED, GREEDY, HISTORY, StepCon
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
+    NO_VALUE,
     PLAIN,
     Bools,
     Ints,
@@ -21,7 +22,6 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-NO_VALUE = -128  # plugins/int8_rows.py
 JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
 Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
@@ -63,7 +63,7 @@ class Caches:
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
-        self._memory, self._specs = memory, specs
+        self._memory, self.specs = memory, specs
         self._capacity = max((s.sizes["rows"] for s in specs), default=0)
         self._flat = {
             s.name: memory.zeros((s.sizes["batch"] * self._capacity, s.sizes["width"]), s.dtype)
@@ -102,7 +102,7 @@ class Caches:
 
     def clear(self, slot: int) -> None:
         """Set the slot's rows to zero."""
-        for s in self._specs:
+        for s in self.specs:
             zeros = np.zeros((1, *s.shape[1:]), host_type(s.dtype))
             self._memory.copy(zeros, self.tensors[s.name][slot : slot + 1])
 

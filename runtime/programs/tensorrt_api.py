@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
-from mtpbuild.runtime.errors import EngineError, advise_needing
+from mtpbuild.runtime.errors import EngineError, explain_missing_package
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
 
@@ -21,7 +21,7 @@ BITS = (np.uint8, np.uint16)  # stand for types that NumPy lacks: quantised valu
 
 def tensorrt_api(target: str) -> ModuleType:
     """Import the module of a target; raises MissingDependencyError."""
-    with advise_needing(f"target {target} needs", target):
+    with explain_missing_package(f"target {target}", target):
         return import_module(MODULES[target])
 
 

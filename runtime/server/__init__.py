@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import UsageError, advise_needing
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,7 +51,7 @@ def make_app(
         split_thought: whether thoughts are apart from the text.
         defaults: sampling where a request says nothing; None: the model's own, else temperature 1.
     """
-    with advise_needing("make_app needs", "serve"):
+    with explain_missing_package("make_app", "serve"):
         from mtpbuild.runtime.server import app, service, services
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, choose_sampling_defaults

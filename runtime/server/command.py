@@ -16,7 +16,7 @@ from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
 from mtpbuild.runtime.configuration.settings import check_engine, read_sampling_settings
 from mtpbuild.runtime.contract.target_options import list_changed_flags
-from mtpbuild.runtime.errors import MtpbuildError, UsageError, advise_needing
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, explain_missing_package
 from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
@@ -59,7 +59,7 @@ def serve(
     ),
 ) -> None:
     """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
-    with advise_needing("`mtpbuild serve` needs", "serve"):
+    with explain_missing_package("`mtpbuild serve`", "serve"):
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtpbuild.runtime import checks
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag
+from mtpbuild.runtime.flag_groups import flag, make_context_flag
 from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS
-from mtpbuild.runtime.threads import THREADS, parse_threads
+from mtpbuild.runtime.threads import make_threads_flag
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.engine.engine import Engine
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFlags:
     """The flags that concern requests or the loading of the engine."""
+
+    PANEL: ClassVar = "Requests"
 
     served_model_name: str | None = flag(None, "The model's name to clients.")
     api_key: Path | None = flag(
@@ -50,8 +52,8 @@ class ReplicaFlags:
         "deepseek_v3, deepseek_v31, deepseek_v32, glm45, glm47, hermes, kimi_k2, minimax_m2, "
         "qwen3_coder or none; default: as the chat template.",
     )
-    threads: int | None = flag(None, THREADS, parser=parse_threads)
-    max_seq_len: int | None = flag(None, MAX_SEQ_LEN)
+    threads: int | None = make_threads_flag()
+    max_seq_len: int | None = make_context_flag()
 
     def load_engine(self, folder: Path, **options: Any) -> "Engine":
         """Load the engine, and run greedy and sampling programs once."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program import engine_weights
@@ -25,6 +25,7 @@ from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.planted import wrap
+from tests.support.requests import build
 from tests.support.stand_ins import failing
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -41,7 +42,7 @@ STAGES = (
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from mtpbuild.builder.compiler.build import build
+from tests.support.requests import build
 from mtpbuild.builder.plan.request import BuildRequest
 from tests.support.fake_target import in_place_of
 

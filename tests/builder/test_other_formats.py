@@ -10,9 +10,10 @@ import torch
 
 from mtpbuild.builder.formats import awq, compressed_tensors, fp8, gptq, modelopt, mxfp4, nvfp4
 from mtpbuild.builder.formats import scaled as scaled_values
-from mtpbuild.builder.gguf import architectures
 from mtpbuild.builder.gguf.mapped import Tiles
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.deepseek_v3 import gguf as deepseek_gguf
+from mtpbuild.builder.models.qwen3_5 import gguf as qwen_gguf
 from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
@@ -99,15 +100,15 @@ BUGS: dict[str, tuple[Patch, str]] = {
         wrapped(fp8, "spread", changed(lambda scales: scales / 2)), "fp8 bf16",
     ),
     "GGUF's norms keep their 1": (
-        replaced(architectures, "without_one", lambda factor: factor), "gguf Q4_1",
+        replaced(qwen_gguf, "without_one", lambda factor: factor), "gguf Q4_1",
     ),
     "GGUF's value heads stay tiled": (
         wrapped(Tiles, "grouped", changed(np.sort)), "gguf Q4_1",
     ),
     "GGUF's keys stay transposed": (
         replaced(
-            architectures,
-            "join_heads",
+            deepseek_gguf,
+            "join_keys_and_values",
             lambda keys, values: np.concatenate(
                 [keys.reshape(len(keys), -1, values.shape[2]), values], axis=1
             ),

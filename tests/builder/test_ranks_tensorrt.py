@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.scheme import make_scheme
@@ -46,7 +45,7 @@ from tests.support.rank_engines import (
     make,
     running,
 )
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 from tests.support.trt_engines import (
     SMALL_STEPS,
     Alteration,
@@ -178,11 +177,13 @@ def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDa
     given = json.loads((rank / "decode.shared.json").read_text())
     in_steps = sum(weights[name] for name in given if name.endswith(IN_STEPS))
     shared, every = sum(weights[name] for name in given) - in_steps, sum(weights.values())
-    assert foreseen.weights == pytest.approx(every, rel=1e-3)
-    assert foreseen.held == pytest.approx(3 * every - 2 * shared - in_steps, rel=1e-3)
-    assert foreseen.held < 2 * foreseen.weights
+    assert foreseen.weight_file_bytes == pytest.approx(every, rel=1e-3)
+    assert foreseen.loaded_weight_bytes == pytest.approx(
+        3 * every - 2 * shared - in_steps, rel=1e-3
+    )
+    assert foreseen.loaded_weight_bytes < 2 * foreseen.weight_file_bytes
     networks = len(trt.networks)
-    trt.gpu.free, free = foreseen.held, trt.gpu.free
+    trt.gpu.free, free = foreseen.loaded_weight_bytes, trt.gpu.free
     says = "an engine's programs hold .* GB of weights per rank, state takes .* --tp splits"
     with pytest.raises(BuildError, match=says):
         build(request)
@@ -301,7 +302,7 @@ def test_quantised_products(format: str, slots: int, trt: FakeDataCentre, tmp_pa
     assert bool(scaled) == (slots == 1)
     in_steps = sum(weights[name] for name in given)  # few experts: no kernel reads them in prompts
     held = 3 * sum(weights.values()) - in_steps
-    assert slots > 1 or foreseen.held == pytest.approx(held, rel=1e-3)
+    assert slots > 1 or foreseen.loaded_weight_bytes == pytest.approx(held, rel=1e-3)
     with Engine.load(engine.folder) as loaded:
         (result,) = loaded.generate([[5, 17, 3]], GREEDY)
     plain = load_plain(checkpoint)

@@ -10,7 +10,6 @@ from typing import Any
 import onnx.parser
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
@@ -24,7 +23,7 @@ from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError
 from tests.support import fake_cuda, fake_tensorrt
 from tests.support.opened import opened
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.styles import style_of
 
 pytestmark = pytest.mark.tensorrt

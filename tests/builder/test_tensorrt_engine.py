@@ -16,7 +16,6 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import ALIGNED_ROWS, Plan
@@ -52,7 +51,7 @@ from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.support.fake_target import quick_target
 from tests.support.fake_tensorrt import BuilderFlag, FakeTensorRt, Network, without_weights
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
 

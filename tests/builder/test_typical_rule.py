@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
@@ -34,7 +33,7 @@ from tests.support import installed, typical
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.engines import EngineBuilder
 from tests.support.live_server import live
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.styles import style_of
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.cli.shared import parse_range
-from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.recipe import find_recipe
@@ -27,7 +26,6 @@ from mtpbuild.lab.forecast.forecast import (
     fit_latency,
     forecast,
 )
-from mtpbuild.lab.forecast.step import count_distinct_experts
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import BASE
@@ -147,13 +145,6 @@ def test_speed_is_predicted(fp4: Forecast) -> None:
     assert {step.limit for step in fp4.steps} == {"latency"}
 
 
-def test_distinct_experts(config: DeepseekV3Config) -> None:
-    costs = find_family_of(config).costs(config, EIGHT)
-    assert count_distinct_experts(costs, 1) == pytest.approx(8)
-    assert count_distinct_experts(costs, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
-    assert count_distinct_experts(costs, 10_000) == pytest.approx(256)
-
-
 def test_a_step_by_hand(fp4: Forecast) -> None:
     """Bytes of nextn 3 on one of 8 ranks: weights once per pass, 4 tokens' experts."""
     parts = {part.name: part for part in fp4.steps[3].parts}
@@ -195,7 +186,7 @@ def test_attention_dp_splits_requests() -> None:
 
 
 def test_a_folder_is_read(smallest: Path) -> None:
-    """Stored sizes come from the files: here fp32."""
+    """StoredTensor sizes come from the files: here fp32."""
     found = forecast(ForecastRequest(str(smallest), (0, 1)))
     from safetensors.torch import load_file
 
@@ -354,9 +345,3 @@ def test_blocks_bound_the_split(config: DeepseekV3Config) -> None:
     check_ranks(config, Ranks(32, ep=32), FORMATS)
     three = replace(config, moe_intermediate_size=3 * 128)
     check_ranks(three, Ranks(6, ep=2, attention_dp=True), fp8)
-
-
-def test_numbers() -> None:
-    assert parse_range("0..5") == (0, 1, 2, 3, 4, 5)
-    assert parse_range("3") == (3,)
-    assert parse_range("5,1,1") == (1, 5)

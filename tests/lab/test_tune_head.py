@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpbuild.builder.compiler.own_text import OwnAnswer
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import join_head
 from mtpbuild.builder.weights.streamed import StreamedModel, make_batches
+from mtpbuild.lab.measure.own_texts import OwnAnswer
 from mtpbuild.lab.tune import training, tune_head
 from mtpbuild.lab.tune.chains import run_chain
 from mtpbuild.lab.tune.training import Batch, Trainer, Training, backward, make_model_batches

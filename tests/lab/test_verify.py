@@ -146,7 +146,7 @@ def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase
     block = 32 if weights in ("int4", "int8") else None
     changes = {"dtype": dtype, "weights": weights, "block_size": block}
     build = made.engine.manifest.build.model_copy(update=changes)
-    made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
+    made.engine._loaded.manifest = made.engine.manifest.model_copy(update={"build": build})
     return made
 
 
@@ -176,7 +176,7 @@ def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
         build = engine.manifest.build.model_copy(
             update={"exact": True, "probe_version": PROBE_VERSION}
         )
-        engine.manifest = engine.manifest.model_copy(update={"build": build})
+        engine._loaded.manifest = engine.manifest.model_copy(update={"build": build})
     return made
 
 

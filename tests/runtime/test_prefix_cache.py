@@ -26,7 +26,7 @@ class Fakes:
         self.engine, self.programs = fake_engine(
             limit=rows * ROW, prefill_chunk=64, width=1, **sizes
         )
-        cache = self.engine._loop.prefix_cache
+        cache = self.engine._loaded.loop.prefix_cache
         assert cache is not None
         self.tree = cache.tree
 
@@ -82,7 +82,7 @@ def test_any_order_gives_each_prompt_its_own_tokens(
             got = stream.result()
             assert got.token_ids == continuation(prompt, len(got.token_ids))
             texts.append(prompt + got.token_ids)
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     own.check()
 
 
@@ -107,7 +107,7 @@ def test_prompts_that_begin_alike_share_their_blocks() -> None:
     system = [7 + n % 90 for n in range(3 * BLOCK + 1)]
     for n in range(10):
         own.engine.generate([*system, 100 + n, 5], ONE)
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert own.tree.used == ROW * (3 * BLOCK + 10 * 3)
     own.check()
 
@@ -153,7 +153,7 @@ def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
     own = Fakes(100, slots=1)
     for n in range(50):
         own.engine.generate([5] * 60, SamplingParams(max_tokens=1, cache_salt=str(n)))
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert len(own.tree.roots) <= 2
     own.check()
 
@@ -253,10 +253,10 @@ def test_no_row_is_copied_twice() -> None:
     own.programs.save_rows = counting  # type: ignore[method-assign]
     prompt = [2 + n % 200 for n in range(3 * BLOCK + 10)]
     own.engine.generate(prompt, SamplingParams(max_tokens=20))
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert copied == [BLOCK, BLOCK, BLOCK, 9, 9 + 20]
     own.engine.generate(prompt, ONE)
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert len(copied) == 5
     nothing = Fakes(0)
     nothing.programs.save_rows = counting  # type: ignore[method-assign]
@@ -279,7 +279,7 @@ def test_rows_of_a_prompt_that_was_cancelled_count() -> None:
     own, prompt = Fakes(1000, slots=1), [2 + n % 200 for n in range(400)]
     stream = own.engine.stream(prompt, ONE)
     for _ in range(2):
-        own.engine._loop.step()
+        own.engine._loaded.loop.step()
     stream.cancel()
     assert own.filled() == 2 * BLOCK
     assert own.engine.generate(prompt, ONE).metrics.cached_tokens == 2 * BLOCK
@@ -292,11 +292,11 @@ def test_rows_that_are_not_finite_are_not_saved() -> None:
     own.programs.damage = prompt[70]
     stream = own.engine.stream(prompt[:180], ONE)
     for _ in range(2):
-        own.engine._loop.step()
+        own.engine._loaded.loop.step()
     assert own.tree.used == BLOCK * ROW
     with pytest.raises(NotFiniteError):
         stream.result()
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert own.tree.used == 0
 
 

@@ -172,8 +172,8 @@ def choosing(c: Any) -> Any:
 
 def engine(model: str, folder: Path, target: Any) -> list[Path]:
     """Build an engine of nextn 3; return its programs."""
-    from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.plan.request import BuildRequest
+    from tests.support.requests import build
 
     flags = {name: value for name, value in asdict(target).items() if value is not None}
     request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=flags)

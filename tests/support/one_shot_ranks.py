@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.sum_of_ranks import triton as correct
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, PROGRAMS, RANKS
-from mtpbuild.runtime.group.one_shot import release
+from mtpbuild.runtime.group.nccl import release
 from tests.support.scripts import load_script
 
 SIZES = (5, 2048, 4097, 1, 70, 1024)  # of tensors, in turn

@@ -152,7 +152,7 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs)
     return ScaledWeight(
-        shape, weight.scale_group(share), format.shape_second_scales(shape, weight.joined)
+        shape, weight.scale_group(share), format.shape_second_scales(shape, weight.concat_axis)
     )
 
 

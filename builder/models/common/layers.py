@@ -245,8 +245,8 @@ class MTPModule(DecoderLayer):
         self.embed_tokens: nn.Parameter | None = None
         self.lm_head: nn.Parameter | None = None
 
-    def join(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
-        """Join Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
+    def combine_inputs(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
+        """Project Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:

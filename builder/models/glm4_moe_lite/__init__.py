@@ -10,6 +10,7 @@ from typing import Any
 
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
+from mtpbuild.builder.models.family import import_lazily
 
 USUAL = {
     "q_lora_rank": 768, "moe_intermediate_size": 1536, "n_routed_experts": 64,
@@ -35,4 +36,5 @@ FAMILY = replace(
     model_type="glm4_moe_lite",
     config=Glm4MoeLiteConfig,
     parse_config=parse_config,
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import flag
 from mtpbuild.builder.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse_sparse
+from mtpbuild.builder.models.family import import_lazily
 
 USUAL = {"q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 
@@ -33,4 +34,5 @@ FAMILY = replace(
     model_type="glm_moe_dsa",
     config=GlmMoeDsaConfig,
     parse_config=parse_config,
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

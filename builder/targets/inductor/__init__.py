@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import check_one_of, needs
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.targets.capability import ASSUMED, GPUS, architecture, dotted
 from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR, INDUCTOR_CUDA, ONE_SHOT
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.contract.sums import RANKS
-from mtpbuild.runtime.errors import BuildError, EngineError, UsageError
+from mtpbuild.runtime.errors import BuildError, EngineError, UsageError, explain_missing_package
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Inductor(Target):
 
 
 def describe_this_gpu() -> "Gpu":
-    with needs("build", "torch"):
+    with explain_missing_package("target inductor", "build", "torch"):
         from mtpbuild.runtime.gpu import torch_cuda
 
     return torch_cuda.Gpu()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.targets.onnxruntime.pipeline import CPU, PORTABLE
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.targets.capability import ASSUMED, explain_capability
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.errors import BuildError, MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -105,8 +105,8 @@ class TensorRt(Target):
         always, in_steps = (
             sum(p.numel() * p.element_size() for p in weights.values())
             for weights in (
-                model.model.find_kernel_weights(),
-                model.model.step_weights(few_tokens=has_few_tokens(plan)),
+                model.model.weights_read_by_kernels(),
+                model.model.weights_read_by_step_kernels(few_tokens=has_few_tokens(plan)),
             )
         )
         total = super().count_loaded_weights(model, plan)

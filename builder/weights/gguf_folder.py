@@ -16,7 +16,6 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.hub_cache import find_snapshot
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.gguf.architectures import find_architecture, list_weights
 from mtpbuild.builder.gguf.choice import ENDING, HEAD, PROJECTOR, choose_head, choose_model
 from mtpbuild.builder.gguf.container import (
     SHARD,
@@ -26,7 +25,9 @@ from mtpbuild.builder.gguf.container import (
     read_file,
 )
 from mtpbuild.builder.gguf.mapped import GgufWeight
-from mtpbuild.builder.gguf.tokenizer import explain_unknown_split, tokenizer_files
+from mtpbuild.builder.gguf.tensors import Architecture, list_weights
+from mtpbuild.builder.gguf.tokenizer import PreTokenizer, explain_unknown_split, tokenizer_files
+from mtpbuild.builder.models import Family, families
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import find_user_cache
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
@@ -73,11 +74,6 @@ def find_cached_gguf(repository: str, tag: str, revision: str | None = None) -> 
         return find_shard_paths(snapshot / found[0])[0]
     except CheckpointError:
         return None
-
-
-def explain_joining(path: Path) -> str:
-    """Return how a GGUF file gets an MTP head, as the end of a message; "" for other paths."""
-    return f", or put its head beside it as {HEAD}{path.name}" if path.suffix == ENDING else ""
 
 
 def read_model(folder: Path) -> GgufFile:
@@ -173,23 +169,49 @@ def keep_configuration(folder: Path, name: str) -> Path:
     return kept
 
 
-def _make_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files that are made from the keys, but for a tokenizer that is beside."""
-    file = read_model(folder)
-    yield CONFIG, json.dumps(find_architecture(file).config(file), indent=2)
-    yield from tokenizer_files(file, beside)
+def find_architecture(file: GgufFile) -> tuple[Family, Architecture]:
+    """Return the family that reads a file; raise CheckpointError, which lists what is read."""
+    known = [(family, each) for family in families() for each in family.gguf()]
+    fitting = [
+        (family, architecture)
+        for family, architecture in known
+        if architecture.name == file.architecture
+        and file.tokenizer.startswith(architecture.tokenizer)
+    ]
+    if not fitting:
+        names = ", ".join(dict.fromkeys(architecture.name for _, architecture in known))
+        raise CheckpointError(
+            f"{file.path}: architecture {file.architecture} is not read; supported: {names}"
+        )
+    return max(fitting, key=lambda pair: len(pair[1].tokenizer))
 
 
-def _note_tokenizer(file: GgufFile, beside: Path) -> None:
-    why = explain_unknown_split(file)
-    if why is not None and not (beside / TOKENIZER).is_file():
-        note = "note: %s: %s: the engine takes token ids; put a %s beside it"
-        logger.warning(note, file.path.name, why, TOKENIZER)
+def list_splits() -> dict[str, PreTokenizer]:
+    """Return how texts are split into words, by the name that files have for it."""
+    architectures = (each for family in families() for each in family.gguf())
+    return {name: split for each in architectures for name, split in each.splits.items()}
 
 
 def list_gguf_weights(folder: Path) -> list[GgufWeight]:
     """Return the weights of a folder's GGUF files under the checkpoint's names."""
-    return [*list_weights(read_model(folder))]
+    file = read_model(folder)
+    return [*list_weights(file, find_architecture(file)[1])]
+
+
+def _make_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
+    """Yield the files that are made from the keys, but for a tokenizer that is beside."""
+    file = read_model(folder)
+    family, architecture = find_architecture(file)
+    config = {"model_type": family.model_type, **architecture.config(file)}
+    yield CONFIG, json.dumps(config, indent=2)
+    yield from tokenizer_files(file, beside, list_splits())
+
+
+def _note_tokenizer(file: GgufFile, beside: Path) -> None:
+    why = explain_unknown_split(file, list_splits())
+    if why is not None and not (beside / TOKENIZER).is_file():
+        note = "note: %s: %s: the engine takes token ids; put a %s beside it"
+        logger.warning(note, file.path.name, why, TOKENIZER)
 
 
 def _link(source: Path, link: Path) -> None:
