@@ -31,7 +31,8 @@ def print_table(rows: Iterable[Row], texts: Collection[str] = ()) -> None:
     them, each cell is a line.
     """
     names, *lines = rows
-    console, columns = _make_console(), [*zip(names, *lines, strict=True)]
+    console = _make_console()
+    columns = [*zip(names, *lines, strict=True)]
     wraps = [column[0] in (names[0], *texts) for column in columns]
     widths = [max(cell_len(str(cell)) for cell in column) for column in columns]
     words = [(word for cell in column for word in str(cell).split()) for column in columns]

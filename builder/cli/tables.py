@@ -71,10 +71,9 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
     for engine in engines:
         build, files = engine.manifest.build, engine.list_file_sizes()
         status = "unchanged" if engine.unchanged else "built"
-        size = f"{sum(files) / 1e6:.1f} MB"
-        drafter = build.drafter or "-"
-        rows.append((str(engine.folder), build.drafts, drafter, str(len(files)), size, status))
-    print_table(rows, texts=("drafter", "status"))
+        sizes = str(len(files)), f"{sum(files) / 1e6:.1f} MB"
+        rows.append((str(engine.folder), build.drafts, build.drafter or "-", *sizes, status))
+    print_table(rows)
     print_lines(*{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
         ranks = list_ranks_here(engine.folder, engine.manifest)
@@ -88,19 +87,18 @@ def print_dry_run(done: "DryRun") -> None:
     _print_checkpoint(done.model)
     rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
-        plan = engine.plan
-        per_rank = " per rank" if plan.ranks.tp > 1 else ""
+        per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
         rows.append(
             (
                 str(engine.folder),
-                f"0 to {plan.nextn}" if plan.adaptive else str(plan.nextn),
-                plan.drafter or "-",
+                f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
+                engine.plan.drafter or "-",
                 f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
                 f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}",
                 "to do" if engine.new else "if changed",
             )
         )
-    print_table(rows, texts=("drafter", "build"))
+    print_table(rows)
     for engine in done.engines:
         _print_graphs(engine)
     for line in done.lacking:

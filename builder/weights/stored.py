@@ -55,7 +55,7 @@ UNUSED = (
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """What a weight is made of: tensors of a GGUF file, or weights that MLX changed."""
 
     @property
@@ -73,7 +73,7 @@ class FileEntry(Entry):
     file: Path
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
-    source: Source | None = None  # what it is made of, if it is not stored as it is
+    source: TensorSource | None = None  # what it is made of, if it is not stored as it is
 
     @property
     def floats(self) -> bool:

@@ -50,7 +50,8 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
     pairs = []
     for nextn, asked in requests.items():
         name = f"{source.engine}_n{nextn}"
-        folder, verifier = build_at(choose_folder(name, asked), asked), None
+        folder = build_at(choose_folder(name, asked), asked)
+        verifier = None
         if nextn not in (0, "auto"):
             undrafted = replace(asked, drafter="none")
             verifier = build_at(make_private_folder(name, undrafted), undrafted)

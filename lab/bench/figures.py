@@ -153,10 +153,10 @@ def recommend_nextn(rows: Sequence[NextnResult]) -> tuple[Nextn, str]:
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
     best = max(drafting, key=lambda row: row.speedup().value)
-    ratio, figures = best.speedup(), best.overall
+    ratio = best.speedup()
     named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
     why = "{tokens_per_step:.2f} tokens per step at {step_cost:.2f} times the step's cost"
-    why = why.format(**figures)
+    why = why.format(**best.overall)
     if ratio.low is not None and ratio.low > 1:
         return best.nextn, f"MTP pays: {named}; {why}{name_kinds_apart(drafting, best)}"
     if ratio.value > 1:

@@ -48,8 +48,8 @@ def measure(
     warm_up_engines(contenders, groups[0])
     with pause_garbage_collection():
         for i, group in enumerate(groups):
-            done, at_once = i * len(group), f", {len(group)} at once" if len(group) > 1 else ""
-            watch(f"request {done + 1} of {len(groups) * len(group)}{at_once}")
+            at_once = f", {len(group)} at once" if len(group) > 1 else ""
+            watch(f"request {i * len(group) + 1} of {len(groups) * len(group)}{at_once}")
             for contender in runs.rotate(contenders, i):
                 answers = runs.run_settled(contender.engine, contender.adapt(group))
                 measured[contender.nextn].groups.append(answers)

@@ -139,15 +139,16 @@ def list_rows(report: Benchmark, kind: str) -> Iterator[Row]:
         except IndexError:  # the row drafts fewer positions
             return ""
 
-    rows, lines = report.rows, list_lines(max(row.max_drafts for row in report.rows))
+    rows = report.rows
     yield "nextn", *(str(row.nextn) for row in rows)
     yield "drafter", *((row.drafter or "-").removeprefix("mtp-") for row in rows)
-    for name, template in lines.items():
+    for name, template in list_lines(max(row.max_drafts for row in report.rows)).items():
         yield name, *(format_cell(template, row) for row in rows)
 
 
 def describe_load(machine: dict[str, Any]) -> str:
-    threads, loads = machine["threads"], machine["load_average"]
+    threads = machine["threads"]
+    loads = machine["load_average"]
     text = f"{machine['cpu']}, {machine['cores']} cores, "
     text += f"{threads} threads" if threads else "threads as onnxruntime chooses"
     return text + (f", load {loads[0]:.1f} at the start" if loads else "")
@@ -201,29 +202,31 @@ def list_pictures(reports: Sequence[Benchmark]) -> dict[str, Picture]:
 
 def plot_speedups(report: Benchmark) -> Picture:
     """Plot speedups and acceptance lengths over nextn."""
-    rows, speedups, lengths = report.rows, list[Line](), list[Line]()
+    rows = report.rows
+    speedups = list[Line]()
+    lengths = list[Line]()
     for kind in [kind for kind in rows[0].kinds if kind != ALL]:
         figures = [row.kinds[kind] for row in rows]
         ratios = [row.speedup(kind) for row in rows]
-        notes = [f"{ratio.value:.2f}" for ratio in ratios]
         predicted = [f["predicted_speedup"] or math.nan for f in figures]
         speedups += [
-            Line(kind, ratios, notes=notes),
+            Line(kind, ratios, notes=[f"{ratio.value:.2f}" for ratio in ratios]),
             Line("predicted: L / (v + d)", predicted, look="_"),
         ]
         lengths.append(Line(kind, [f["spec_decode_acceptance_length"] or 1 for f in figures]))
     lengths.append(Line("all drafts accepted", [row.max_drafts + 1 for row in rows], look=":"))
-    ticks, title = [row.nextn for row in rows], f"{report.model}: what MTP gives"
+    ticks = [row.nextn for row in rows]
     panels = [
         Panel(NEXTN, "speedup over nextn 0", speedups, ticks),
         Panel(NEXTN, "acceptance length (tokens per step)", lengths, ticks),
     ]
-    return Picture(title, write_machine_note(report.machine), panels)
+    return Picture(f"{report.model}: what MTP gives", write_machine_note(report.machine), panels)
 
 
 def plot_steps(report: Benchmark) -> Picture:
     """Plot how long steps took, and how often drafts were accepted at each position."""
-    times, rates = list[Line](), list[Line]()
+    times = list[Line]()
+    rates = list[Line]()
     steps = [np.concatenate([r["itl_ms"] for r in row.requests]) for row in report.rows]
     longest = float(np.percentile(np.concatenate(steps), 99))
     for row, ms in zip(report.rows, steps, strict=True):
@@ -237,13 +240,13 @@ def plot_steps(report: Benchmark) -> Picture:
         Panel("ms per step (the last: 99th percentile and above)", "share of steps", times),
         Panel("draft of a step", "share of steps that accepted it", rates, options=options),
     ]
-    title = f"{report.model}: step by step"
-    return Picture(title, write_machine_note(report.machine), panels)
+    return Picture(f"{report.model}: step by step", write_machine_note(report.machine), panels)
 
 
 def plot_batches(reports: Sequence[Benchmark]) -> Picture:
     """Plot a line per nextn over the concurrency."""
-    first, sizes = reports[0], [report.concurrency for report in reports]
+    first = reports[0]
+    sizes = [report.concurrency for report in reports]
     panels = [
         Panel(
             "concurrency (requests at once)",

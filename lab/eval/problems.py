@@ -64,7 +64,8 @@ def load_problems(
 
 def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
     """Return the text after the thinking phase, stripped; None if the phase never ended."""
-    manifest, tokenizer = engine.manifest, engine.tokenizer
+    manifest = engine.manifest
+    tokenizer = engine.tokenizer
     assert tokenizer is not None, "problems are texts"
     tokens = list(token_ids)
     if tokens and tokens[-1] in manifest.model.eos_token_ids:

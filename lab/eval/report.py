@@ -159,7 +159,8 @@ def list_settings(rows: Sequence[SettingRow]) -> Iterator[Row]:
     """List the rows of a table with a line per setting, over all problems."""
     yield "accepted", "right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup"
     for row in rows:
-        right, d = row.accuracy, row.overall["against_strict"]
+        right = row.accuracy
+        d = row.overall["against_strict"]
         apart = f"{100 * d['value']:+.1f}", f"{100 * d['low']:+.0f} {100 * d['high']:+.0f}"
         compared = row is not rows[0]  # strict is not compared with itself
         yield (
@@ -189,7 +190,8 @@ def write_conclusion(rows: Sequence[SettingRow]) -> str:
 
 def print_evaluation(report: Evaluation) -> None:
     """Print a line per setting, the right answers and tokens per step by form, the conclusion."""
-    build, settings = report.manifest.build, report.settings
+    build = report.manifest.build
+    settings = report.settings
     print_lines(
         f"{report.manifest.model.name}, nextn {build.nextn}, {build.drafter}, "
         f"{settings['task']}: {settings['num_problems']} problems",
@@ -206,11 +208,14 @@ def print_evaluation(report: Evaluation) -> None:
 
 def plot_evaluation(report: Evaluation) -> Picture:
     """Plot accuracy and speed of the settings, and one over the other, with 95 % intervals."""
-    rows, manifest = report.rows, report.manifest
-    names, accuracies = [row.name for row in rows], [row.accuracy for row in rows]
+    rows = report.rows
+    manifest = report.manifest
+    names = [row.name for row in rows]
+    accuracies = [row.accuracy for row in rows]
     lengths = [f"{row.overall['spec_decode_acceptance_length']:.2f}" for row in rows]
     speeds = [row.overall["user_tokens_per_s"] for row in rows]
-    right, setting = "right answers, %", "acceptance: strict, or relaxed top-k / delta"
+    right = "right answers, %"
+    setting = "acceptance: strict, or relaxed top-k / delta"
     setting = setting if len(rows) > 2 else ""
     panels = [
         Panel(setting, right, [Line("", accuracies, look="o")], names),

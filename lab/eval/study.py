@@ -66,7 +66,8 @@ class Bin:
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of the table: the range, the count, the share and its interval."""
-        ends, share = dict.fromkeys(f"{end:.4g}" for end in (self.low, self.high)), self.share
+        ends = dict.fromkeys(f"{end:.4g}" for end in (self.low, self.high))
+        share = self.share
         shares = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
         return " to ".join(ends), str(self.judged), *shares
 
@@ -88,16 +89,15 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json and study.csv; raise UsageError."""
     check_writable(out)
     studies = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [make_study_json(study) for study in studies]}
     rows = ({"trace": str(s.trace.path), **asdict(draft)} for s in studies for draft in s.drafts)
-    write_results(out, "study", document, rows)
+    write_results(out, "study", {"traces": [make_study_json(study) for study in studies]}, rows)
     return studies
 
 
 def study_trace(trace: TraceFile) -> TraceStudy:
     drafts = [*list_judged_drafts(trace)]
     if not drafts:
-        raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
+        raise UsageError(f"{trace.path} has no drafts: its engine drafts nothing")
     known = {
         name: [(value, d.accepted) for d in drafts if (value := getattr(d, name)) is not None]
         for name in AXES
@@ -111,7 +111,8 @@ def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
             if row < step.num_drafts:
-                margin, greedy = step.margins[row], request.request.greedy
+                margin = step.margins[row]
+                greedy = request.request.greedy
                 yield JudgedDraft(
                     task_id=task_id,
                     step=step.step,

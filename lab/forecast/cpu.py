@@ -115,8 +115,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     request, layout = resolve_request(request, CACHE_DTYPES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
-    fetched = needs_download(request)
-    download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
+    download = sum(portion.bytes for portion in sizes.values()) if needs_download(request) else 0
     models = {weights: make_engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
         forecast_engine(request, weights, model, download, machine)
@@ -147,7 +146,8 @@ def needs_download(request: ForecastRequest) -> bool:
 
 def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
+    config = layout.config
+    style = GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     classes = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:
@@ -171,10 +171,10 @@ def forecast_engine(
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
-    limit, max_nextn = model.config.max_position_embeddings, max(request.nextn)
+    limit = model.config.max_position_embeddings
 
     def state_bytes(context: int) -> int:
-        return count_cache_bytes(replace(request, max_seq_len=context), model, max_nextn)
+        return count_cache_bytes(replace(request, max_seq_len=context), model, max(request.nextn))
 
     context = choose_context(limit, machine.memory, file, state_bytes)
     lacking = machine.lacking(download, file)
@@ -186,9 +186,8 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
 
     Recurrent states count twice: a step reads one copy and writes the other.
     """
-    rows = request.max_seq_len + nextn + 1
     row = model.cache_bytes(nextn, request.cache_dtype)
-    return request.max_batch * (rows * row + 2 * model.state_bytes)
+    return request.max_batch * ((request.max_seq_len + nextn + 1) * row + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
@@ -196,7 +195,9 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
 
     docs/plan.md explains each key.
     """
-    request, model, machine = f.request, f.model, f.machine
+    request = f.request
+    model = f.model
+    machine = f.machine
     return {
         "model": f.name,
         "target": "onnxruntime",
@@ -230,7 +231,9 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
 
 def print_cpu_forecast(f: CpuForecast) -> None:
     """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
-    request, machine, nextn = f.request, f.machine, f.request.nextn[-1]
+    request = f.request
+    machine = f.machine
+    nextn = f.request.nextn[-1]
     print_lines(
         f"{f.name} on this machine's CPU: memory {format_size(machine.memory)}, of it "
         f"{format_size(machine.available)} available"

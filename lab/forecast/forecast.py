@@ -157,7 +157,8 @@ class Forecast:
 
         The weights that our kernels read are shared by its programs.
         """
-        drafts, ranks = max(self.request.nextn), self.request.ranks
+        drafts = max(self.request.nextn)
+        ranks = self.request.ranks
         used = [weights for weights in self.model.classes if drafts or not weights.module]
         joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
         names = ("experts", "head", *joined)
@@ -244,7 +245,8 @@ def resolve_request(
 
 def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """Take each nextn's acceptance length from the request, or R1's published ones."""
-    lengths, known = request.acceptance, PUBLISHED_ACCEPTANCE
+    lengths = request.acceptance
+    known = PUBLISHED_ACCEPTANCE
     if lengths is None:
         for nextn in request.nextn:
             if nextn >= len(known):

@@ -97,7 +97,8 @@ def _list_weights(f: Forecast) -> Iterator[Row]:
 
 
 def _print_memory(f: Forecast) -> None:
-    request, gpu = f.request, f.model.gpu
+    request = f.request
+    gpu = f.model.gpu
     sizes = (gpu.memory, f.weight_bytes, f.scratch_bytes, gpu.memory * RESERVED)
     memory, weights, scratch, reserved = map(format_size, sizes)
     print_lines(
@@ -149,7 +150,8 @@ def _list_parts(f: Forecast) -> Iterator[Row]:
 
 
 def _print_assumptions(f: Forecast) -> None:
-    request, latency = f.request, f.latency
+    request = f.request
+    latency = f.latency
     print_lines(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
         f"cached tokens ({request.cache_dtype})",
@@ -179,16 +181,15 @@ def plot_forecast(f: Forecast) -> Picture:
         for part in step.parts:
             times[group.get(part.name, "other weights")][i] += 1e3 * part.seconds
     speeds = [step.tokens_per_s for step in f.steps]
-    notes = [f"{speed:.0f}" for speed in speeds]
-    predictions = [Line("predicted", speeds, notes=notes)]
+    predictions = [Line("predicted", speeds, notes=[f"{speed:.0f}" for speed in speeds])]
     if f.is_published:
         published = [PUBLISHED_SPEED[step.nextn] for step in f.steps]
         predictions.append(Line("published", published, look="_"))
-    ticks, axis = [step.nextn for step in f.steps], "nextn (draft tokens per step)"
+    ticks = [step.nextn for step in f.steps]
+    axis = "nextn (draft tokens per step)"
     parts = [Line(name, values) for name, values in times.items()]
-    ranks = f.request.ranks
     return Picture(
-        f"{f.name} on {ranks.tp} {f.model.gpu.name}, {f.request.max_batch} at once",
+        f"{f.name} on {f.request.ranks.tp} {f.model.gpu.name}, {f.request.max_batch} at once",
         f"latency: {f.latency.source}",
         [
             Panel(axis, "ms per step, by part", parts, ticks, {"ylim": (0, None)}),

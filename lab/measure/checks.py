@@ -20,7 +20,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, lengths of the prompts
+TOKENS = 8
+LENGTHS = (3, 20)  # of the probe: tokens of each text, lengths of the prompts
 ROUNDED = 0.5  # compare.MOST for integers and bfloat16, whose products also round their inputs
 
 
@@ -99,8 +100,7 @@ def check_batch(case: Case) -> Finding:
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
-    rejecting = {"temperature": 0.8, "acceptance": "rejection"}
-    params = case.params({}, SETTINGS[0], rejecting)
+    params = case.params({}, SETTINGS[0], {"temperature": 0.8, "acceptance": "rejection"})
     return case.compare(params, case.run(params, together=True), case.run(params))
 
 
@@ -134,9 +134,9 @@ def probe(folder: Path) -> ProbeResult:
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
     """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
-    capacity, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
+    vocabulary = engine.manifest.model.vocab_size
     for length in LENGTHS:
-        if length + TOKENS <= capacity:
+        if length + TOKENS <= engine.manifest.build.max_seq_len:
             yield [(37 * place + length) % vocabulary for place in range(length)]
 
 

@@ -89,7 +89,8 @@ def find_differences(
 
     Yields the larger margin of the two choices, and a description of the place.
     """
-    at, wanted = 0, theirs.token_ids
+    at = 0
+    wanted = theirs.token_ids
     while (place := find_first_difference(ours.token_ids, wanted[at:])) is not None:
         mine, other = ours.token_ids[place:][:1], wanted[at + place :][:1]  # []: the text ends
         both = mine and other
@@ -120,5 +121,4 @@ def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[flo
 
 
 def find_first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    pairs = enumerate(zip_longest(ours, theirs))
-    return next((i for i, (a, b) in pairs if a != b), None)
+    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)

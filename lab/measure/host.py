@@ -47,7 +47,8 @@ def measure_bandwidth(passes: int = 4) -> float:
     """Measure the bytes a second that all cores together read from memory, in the best pass."""
     import numpy as np
 
-    cores, best = measure_limits().processors, math.inf
+    cores = measure_limits().processors
+    best = math.inf
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):

@@ -118,8 +118,7 @@ def reload_engine(folder: Path, engine: Engine, chunk: int | None = None, **opti
     size = chunk or engine.manifest.build.prefill_chunk
     build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
     manifest = engine.manifest.model_copy(update={"build": build})
-    programs = load_programs(folder, manifest, **options)
-    return Engine(programs, manifest, engine.tokenizer)
+    return Engine(load_programs(folder, manifest, **options), manifest, engine.tokenizer)
 
 
 def make_endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:

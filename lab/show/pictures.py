@@ -93,9 +93,8 @@ def _draw_line(axes: Any, line: Line, colour: str, number: int) -> Any:
     for place, value, note in zip(x, values, line.notes, strict=False):
         look = {"textcoords": "offset points", "fontsize": 7, "color": colour}
         axes.annotate(note, (place, value), (4, 3 - 9 * number), **look)
-    reach = [below, above] if any((*below, *above)) else None
     look = {"fmt": line.look, "color": colour, "capsize": 2, "zorder": 2 + number}
-    return axes.errorbar(x, values, reach, **look)
+    return axes.errorbar(x, values, [below, above] if any((*below, *above)) else None, **look)
 
 
 def explain_no_pictures() -> str | None:

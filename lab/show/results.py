@@ -24,8 +24,7 @@ def write_results(
     out: Path, name: str, document: dict[str, Any], rows: Iterable[Mapping[str, Any]]
 ) -> None:
     """Write NAME.json, and NAME.csv with a line per row."""
-    text = json.dumps(document, indent=1) + "\n"
-    (out / f"{name}.json").write_text(text, encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     flat = [dict(_flatten(row)) for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     with (out / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:

@@ -38,7 +38,7 @@ from mtpbuild.lab.measure.prompts import add_seed, check_room
 from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.checks import in_range
+from mtpbuild.runtime.checks import check_one_of, in_range
 from mtpbuild.runtime.configuration.input_file import (
     FileRequest,
     InputLine,
@@ -132,8 +132,7 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     with stages("train"):
         known = StreamedModel(model.stored, model.config, batches)
         rows = make_model_batches(known, [len(answer.prompt) - 1 for answer in ordered], files)
-        trainer = Trainer(known, rows, how, request.state, stages.watch)
-        weights = trainer.run()
+        weights = Trainer(known, rows, how, request.state, stages.watch).run()
 
     # 5. The head, and what it is worth: the same engine with its weights.
     with stage_folder(request.out, "head") as staged:
@@ -161,10 +160,9 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
 
 def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
     """Check what needs no weights; return the plans, the training, and their inputs."""
-    if request.dtype not in DTYPES:
-        raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
+    check_one_of(request.dtype, DTYPES, "--dtype")
     if request.lr is not None and not 0 < request.lr <= 1:
-        raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
+        raise UsageError(f"--lr {request.lr:g} must be above 0 and at most 1")
     in_range(request.epochs, 1, 10_000, "--epochs")
     in_range(1 if request.lora is None else request.lora, 1, 4096, "--lora")
     lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
@@ -175,7 +173,7 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
     refuse_taken_folder(request.out, plans.source.folder, force=request.force)
     drafter = plans.engines[plans.first].drafter
     if drafter not in (EAGLE, VANILLA):
-        raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
+        raise UsageError(f"--drafter {drafter} is not trained; supported: {EAGLE}, {VANILLA}")
     lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
     [fingerprint] = plans.take_fingerprints().fingerprints.values()
@@ -186,7 +184,7 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
 def refuse_answer(line: InputLine, number: int) -> InputLine:
     """Return a line; raise RequestError if its conversation ends with an answer."""
     if line.messages and line.messages[-1].get("role") == "assistant":
-        raise RequestError("its last message is an answer: leave it out: the model gives its own")
+        raise RequestError("its last message is an answer, which the model gives: leave it out")
     return line
 
 
@@ -195,11 +193,10 @@ def check_model(config: ModelConfig, how: Training) -> None:
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)
-    chosen = any(hasattr(part, "chooser") for part in plain.module(1).modules())
-    if how.eagle and chosen:
+    if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
         raise UsageError(
-            f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
-            "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
+            f"the module of {find_family_of(config).name} chooses the rows that it attends to, so "
+            "it is trained for one draft: give --nextn 1 --drafter mtp-vanilla"
         )
     needed, there = how.memory(plain), measure_memory()
     if there is not None and needed > there:
@@ -247,18 +244,18 @@ def split_requests(
         check_room(engine, len(item.token_ids), item.params.max_tokens, f"{FLAG} {item.task_id}: ")
         requests[number] = replace(item, params=add_seed(item.params, number))
     count = request.held_out or max(1, len(requests) // 10)
-    places = {i * len(requests) // count for i in range(count)}
-    held_out = [requests[i] for i in sorted(places)]
+    held_out = [requests[i] for i in sorted({i * len(requests) // count for i in range(count)})]
     known = {(*item.token_ids,) for item in held_out}
     others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:
-        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out: it needs more")
+        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out, so it needs more")
     return others, held_out
 
 
 def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stages) -> list[Path]:
     """Write the trunk's hidden states, as modules read them, to a file per batch."""
-    width, dtype = model.config.hidden_size, DTYPES[how.dtype]
+    width = model.config.hidden_size
+    dtype = DTYPES[how.dtype]
     size = 8 * width * sum(batch.numel() for batch in model.batches)  # a layer's input and output
     if size > (free := find_disk(folder).free):
         raise UsageError(
@@ -285,7 +282,8 @@ def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stag
 
 def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write all modules: floats as they are stored, what was quantised in bf16."""
-    stored, entries = model.checkpoint, dict[str, Entry]()
+    stored = model.checkpoint
+    entries = dict[str, Entry]()
 
     def find_dtype(name: str) -> str:
         entry = stored.tensors.get(name)

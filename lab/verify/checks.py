@@ -38,7 +38,8 @@ from mtpbuild.runtime.requests.stats import COLLAPSED
 REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
-SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
+SHORTEST = 4
+SHORT = 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
@@ -57,7 +58,8 @@ class VerifyCase(Case):
 
 
 def check_greedy_text(case: VerifyCase) -> Finding:
-    base, params = case.require_base(), case.params()
+    base = case.require_base()
+    params = case.params()
     return case.compare(params, case.greedy, case.run(params, base), base=base)
 
 
@@ -82,7 +84,8 @@ def check_quality(case: VerifyCase) -> Finding:
     build = manifest.build
     if build.quantised_to is None:
         raise NotChecked("the build quantised no weights")
-    source, layers = find_checkpoint(case), read_layers(manifest)
+    source = find_checkpoint(case)
+    layers = read_layers(manifest)
     from mtpbuild.lab.verify.plain import load_plain
     from mtpbuild.lab.verify.quality import (
         acceptance_length,
@@ -97,7 +100,8 @@ def check_quality(case: VerifyCase) -> Finding:
     figures: dict[str, Any] = {"kl": distance.kl, "same_first_choice": distance.same}
     detail = f"KL {distance.kl:.4f} nats a token, {distance.same:.1%} first choices equal"
     if build.drafter in (EAGLE, VANILLA) and not build.adaptive and build.draft_vocab is None:
-        ids, eagle = [text.token_ids for text in texts], build.drafter == EAGLE
+        ids = [text.token_ids for text in texts]
+        eagle = build.drafter == EAGLE
         lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
         lengths["checkpoint"] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
@@ -150,7 +154,8 @@ def read_layers(manifest: Manifest) -> LayersSlice | None:
 
 
 def check_sampled_text(case: VerifyCase) -> Finding:
-    base, params = case.require_base(), case.params(*SETTINGS)
+    base = case.require_base()
+    params = case.params(*SETTINGS)
     return case.compare(params, case.run(params), case.run(params, base), base=base)
 
 
@@ -161,7 +166,8 @@ def check_machine(case: VerifyCase) -> Finding:
     prompts = sorted(case.prompts, key=len)[:SHORTEST]
     params = [replace(p, max_tokens=min(SHORT, case.length)) for p in case.params(*SETTINGS)]
     params = params[: len(prompts)]
-    wanted, tried = run_prompts(case.engine, prompts, params), list[str]()
+    wanted = run_prompts(case.engine, prompts, params)
+    tried = list[str]()
     for isa in (*ISAS, None):
         for threads in (1, 2) if isa is None else (2,):
             try:
@@ -216,7 +222,9 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
     length = case.engine.manifest.build.nextn + 2
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
     judge = case.engine if isinstance(case.base, str) else case.base
-    statistic, freedom, worst = 0.0, 0, (0.0, "")
+    statistic = 0.0
+    freedom = 0
+    worst = (0.0, "")
     step = max(1, len(case.prompts) // REJECTION_PROMPTS)
     chosen = range(0, len(case.prompts), step)[:REJECTION_PROMPTS]
     for number in chosen:

@@ -72,8 +72,7 @@ def compute_chi_square_p_value(statistic: float, freedom: int) -> float:
 
 
 def _find_longest_prefix(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
-    lengths = range(len(text), -1, -1)
-    return next(prefix for n in lengths if (prefix := tuple(text[:n])) in likely)
+    return next(prefix for n in range(len(text), -1, -1) if (prefix := tuple(text[:n])) in likely)
 
 
 def _pool_cells(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:

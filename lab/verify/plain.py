@@ -31,9 +31,11 @@ def load_plain(
     config = load_config(folder)
     if layers is not None:
         config = layers.of(config)
-    stored, family = open_slice(folder, layers), find_family_of(config)
+    stored = open_slice(folder, layers)
+    family = find_family_of(config)
     config = stored.settle(config)
-    table, checkpoint = stored.check(config), stored
+    table = stored.check(config)
+    checkpoint = stored
     if scheme is not None and scheme != IN_FLOATS:
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     model, same = family.reference(config), family.duplicates(config)
@@ -53,7 +55,8 @@ def judge_texts(
 
     max_difference: how far log-probabilities may differ.
     """
-    differences, gaps = list[float](), []
+    differences = list[float]()
+    gaps = []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
         logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]

@@ -69,13 +69,12 @@ def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         options: dict[str, Any] = {"threads": request.threads, **request.options}
-        loaded = Engine.load(request.engine, prefix_cache=False, **options)
-        engine = stack.enter_context(loaded)
+        engine = stack.enter_context(Engine.load(request.engine, prefix_cache=False, **options))
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.counts_as_exact:
             raise UsageError(
-                f"--exact: {request.engine} is not: its engine.json has no "
-                '"exact": true; build --exact says why'
+                f"--exact: {request.engine} is not exact by its engine.json; "
+                "`mtpbuild build --exact` says why"
             )
         if request.model is not None:
             find_model(request.model)
@@ -112,7 +111,8 @@ def run_check(name: str, case: VerifyCase) -> Finding:
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
-    params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
+    params = SamplingParams(max_tokens=request.output_len)
+    flag = "--prompts"
     if request.prompts is not None:
         requests = read_requests(request.prompts, engine, params, flag=flag)
     elif engine.tokenizer is None or engine.tokenizer.chat_template is None:

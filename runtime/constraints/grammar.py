@@ -253,13 +253,13 @@ def _write_source(form: StructuredOutputs) -> str:
     """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
-    given: dict[GrammarFormat, object] = {
+    forms: dict[GrammarFormat, object] = {
         "json": '{"type": "object"}' if form.json_object else form.json,
         "regex": form.regex,
         "choice": None if form.choice is None else dumps(form.choice),
         "grammar": form.grammar,
     }
-    ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
+    ((kind, text),) = ((kind, text) for kind, text in forms.items() if text is not None)
     assert isinstance(text, str)
     check_form(kind, text)
     try:

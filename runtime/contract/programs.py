@@ -32,7 +32,7 @@ def host_type(dtype: str) -> np.dtype[Any]:
 
 
 def name_program(kind: str, nextn: int, max_nextn: int) -> str:
-    """Return the name of the program for steps of `nextn` drafts; the engine has `max_nextn`."""
+    """Return the name of the program for steps of `nextn` drafts of up to `max_nextn`."""
     return kind if nextn == max_nextn else f"{kind}_{nextn}"
 
 

@@ -558,7 +558,9 @@ class Engine:
         special tokens; `generate` and `stream` do not add a second BOS.
         """
         tokenizer = self._require_tokenizer()
-        return render_messages(messages, lambda each: tokenizer.chat_prompt(each, **options))
+        return render_messages(
+            messages, lambda rendered: tokenizer.chat_prompt(rendered, **options)
+        )
 
     def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
         """Return `chat_prompt` as checked token ids; the tokenizer adds no special tokens."""

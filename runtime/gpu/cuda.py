@@ -69,8 +69,8 @@ class Device:
         """The GPU's compute capability, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
-        found = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
-        return ".".join(map(str, found))
+        numbers = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
+        return ".".join(map(str, numbers))
 
     def free_memory(self) -> int:
         """Return the number of free bytes."""

@@ -30,8 +30,8 @@ class InductorPrograms(HostSlots):
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
 
-    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
-        results = self._run(program, self._bind(program, slot, 1, given))
+    def _run_chunk(self, program: str, slot: int, inputs: Arrays) -> Arrays:
+        results = self._run(program, self._bind(program, slot, 1, inputs))
         outputs = list_result_specs(self._programs[program])
         return {t.name: array.numpy() for t, array in zip(outputs, results, strict=True)}
 
@@ -41,18 +41,18 @@ class InductorPrograms(HostSlots):
             array[:] = self._carries[0][name]
         if (program, slots) not in self._bindings:
             inputs = self._controls | {"active": self._active}
-            given = {name: array[:slots] for name, array in inputs.items()}
-            self._bindings[program, slots] = self._bind(program, 0, slots, given)
+            bound = {name: array[:slots] for name, array in inputs.items()}
+            self._bindings[program, slots] = self._bind(program, 0, slots, bound)
         results = self._run(program, self._bindings[program, slots])
         outputs = self._outputs[program]
         for array, result in zip(outputs.values(), results, strict=True):
             array[:slots] = result.numpy()
         return make_step_output(self._judged | outputs, slots)
 
-    def _bind(self, program: str, first: int, slots: int, given: Arrays) -> list[torch.Tensor]:
-        """Return the program's inputs: views of the state of some slots, and `given`."""
+    def _bind(self, program: str, first: int, slots: int, inputs: Arrays) -> list[torch.Tensor]:
+        """Return the program's inputs: views of the state of some slots, and `inputs`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
-        arrays = self._caches.views(first, slots) | carries | given
+        arrays = self._caches.views(first, slots) | carries | inputs
         return [view_as_tensor(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -48,8 +48,8 @@ class Report:
         self.tensors = {}
         for name, dtype, shape in sizes:
             at = cast(Any, layout.fields)[name][1]  # offset in bytes
-            own = self._memory[at : at + layout[name].itemsize]
-            self.tensors[name] = own.view(getattr(torch, dtype)).view(shape)
+            piece = self._memory[at : at + layout[name].itemsize]
+            self.tensors[name] = piece.view(getattr(torch, dtype)).view(shape)
         self._pages = [gpu.pinned(layout.itemsize) for _ in range(2)]
         records = [page.numpy().view(layout) for page in self._pages]
         self._arrays = [{name: record[name][0] for name in self.tensors} for record in records]
@@ -94,9 +94,9 @@ class CudaPrograms(DeviceSlots):
 
     def _fill_rows(self, caches: dict[str, Tensor], chunk: int) -> None:
         """Queue prefill of a chunk of a prompt, with caches [1, 1, rows, C]."""
-        given = self._prompt | caches
-        given["tokens"] = given["tokens"][:, :chunk]
-        inputs = assert_aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
+        tensors = self._prompt | caches
+        tensors["tokens"] = tensors["tokens"][:, :chunk]
+        inputs = assert_aligned([tensors[spec.name] for spec in self._programs[PREFILL].inputs])
         self._gpu.run(partial(self._packages[PREFILL].run, inputs))
 
     def step(self, active: Bools, rows: int) -> StepOutput:

@@ -86,7 +86,7 @@ class RequestTotals:
     def __init__(self, max_seq_len: int) -> None:
         sizes = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
         sizes = [size for size in sizes if size <= max_seq_len]
-        self.histograms = {n: Histogram(own or sizes) for n, (_, own) in HISTOGRAMS.items()}
+        self.histograms = {n: Histogram(bounds or sizes) for n, (_, bounds) in HISTOGRAMS.items()}
         self.ended: Counter[str] = Counter()  # by finish reason
         self.past: Counter[tuple[str, int]] = Counter()  # of engines that were given back
         self.replaced: list[Counted] = []  # engines that were swapped and still have requests

@@ -62,15 +62,15 @@ token, share, signed = check_integer(0), check_number(0, 1), check_number(-2, 2)
 token_ids = partial(check_list, "int", token)
 
 
-def texts(longest: int, most: int) -> Check:
-    """Return a check for a list of up to `most` texts of up to `longest` characters."""
-    return check_list("str", check_text(0, longest), most)
+def texts(longest: int, max_texts: int) -> Check:
+    """Return a check for a list of up to `max_texts` texts of up to `longest` characters."""
+    return check_list("str", check_text(0, longest), max_texts)
 
 
 def read_temperature(value: object) -> float:
     """Check a temperature; if it is too low to make a difference, return `COLDEST`."""
-    found: float = check_number(0, 100)(value)
-    return max(found, COLDEST) if found else 0.0
+    temperature: float = check_number(0, 100)(value)
+    return max(temperature, COLDEST) if temperature else 0.0
 
 
 def check_rule_name(value: object) -> str:
@@ -252,9 +252,9 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> Self:
         """Return the same settings with another seed, without checking them again."""
-        own = copy(self)
-        object.__setattr__(own, "seed", seed)
-        return own
+        params = copy(self)
+        object.__setattr__(params, "seed", seed)
+        return params
 
     def end_ids(self, eos_token_ids: Sequence[int]) -> frozenset[int]:
         """Return the tokens that end the request. eos_token_ids: the model's own."""
@@ -279,17 +279,19 @@ DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 def list_http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
-    rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
-    return {name: each for name, each in SETTINGS.items() if each.http} | rules
+    rules = {name: declared for rule in all_rules() for name, declared in rule.declarations.items()}
+    return {name: declared for name, declared in SETTINGS.items() if declared.http} | rules
 
 
-def to_params_fields(given: Mapping[str, Any], engine: "Manifest | None" = None) -> dict[str, Any]:
+def to_params_fields(
+    settings: Mapping[str, Any], engine: "Manifest | None" = None
+) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
     Settings of None are dropped. Raises RequestError for a rule that the engine of the request has
     and this installation lacks.
     """
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in settings.items() if value is not None}
     name = values.get("acceptance", "strict")
     if engine is not None and (missing := explain_missing_rule(name, engine)):
         raise RequestError(f"acceptance {name!r}: {missing}")

@@ -39,7 +39,7 @@ class Restless(AdaptiveNextn):
     def choose(self, left: Mapping[Any, int], size: StepSize) -> int:
         super().choose(left, size)
         assert self._last is not None
-        self._last.nextn = int(self._rng.integers(self._most + 1))
+        self._last.nextn = int(self._rng.integers(self._max_nextn + 1))
         return self._last.nextn
 
 

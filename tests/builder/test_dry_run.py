@@ -24,12 +24,12 @@ from mtpbuild.builder.compiler import plans
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
+from mtpbuild.builder.plan import machine
 from mtpbuild.builder.plan.machine import Disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
-from mtpbuild.lab.measure import host
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, CheckpointError, advise_install
 from mtpbuild.runtime.ranks import Ranks
@@ -152,7 +152,7 @@ def test_a_disk_that_is_too_small(
             asked.append(place)
             return Disk(1, size)
 
-        monkeypatch.setattr(host, "find_disk", find_disk)
+        monkeypatch.setattr(machine, "find_disk", find_disk)
 
     free(needed - 1)
     why = f"{needed / 1e3:,.2f} kB are to be written, and the disk of {out.resolve()} has "
@@ -189,7 +189,7 @@ def test_parts_of_an_interrupted_build_need_no_room(
         pytest.raises(BuildError, match="Input/output error"),
     ):
         build(request)
-    monkeypatch.setattr(host, "find_disk", lambda place: Disk(1, 0))
+    monkeypatch.setattr(machine, "find_disk", lambda place: Disk(1, 0))
     (built,) = build(request)
     assert built.folder.is_dir()
 

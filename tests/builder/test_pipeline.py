@@ -138,9 +138,10 @@ def test_unchanged_is_left_alone_without_torch(quick_engines: Path, smallest: Pa
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from tests.support.requests import build\n"
+        "from mtpbuild.builder.compiler.build import build\n"
         "from mtpbuild.builder.plan.request import BuildRequest\n"
-        "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
+        "from mtpbuild.lab.measure.workbench import WORKBENCH\n"
+        "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])), WORKBENCH)\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"
         "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)\n"
     )

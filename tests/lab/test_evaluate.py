@@ -94,7 +94,7 @@ def test_tasks_that_are_refused(line: str, count: int | None, says: str, tmp_pat
         load_problems(str(path), fake_engine(0), GREEDY, count)
 
 
-def test_the_answer_is_behind_the_thinking() -> None:
+def test_the_answer_comes_after_the_thinking() -> None:
     engine = fake_engine(0)
     seven = engine.encode("7", add_special_tokens=False)
     asked = [5, THINK]

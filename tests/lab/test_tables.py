@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.cli.tables import print_fitting, print_recipes
+from mtpbuild.builder.cli.tables import print_fitting
 from mtpbuild.builder.plan.machine import Disk, Machine
 from mtpbuild.lab.bench.report import print_benchmark, print_benchmarks
 from mtpbuild.lab.eval.report import Evaluation, make_rows, print_evaluation
@@ -68,7 +68,6 @@ PRINTED: dict[str, Callable[[], None]] = {
     "list": print_listed,
     "plan": lambda: print_forecast(forecast(ForecastRequest("mimo-7b-rl", (0, 1, 2, 3)))),
     "plan --cpu": lambda: print_cpu_forecast(forecast_cpu(CPU, MACHINE)),
-    "recipes": lambda: print_recipes(json=False),
     "recipes --fits": print_fitted,
     "study": print_studied,
     "verify": print_verified,

@@ -11,7 +11,7 @@ from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
-from mtpbuild.runtime.prefix_cache.tree import BLOCK, count_common
+from mtpbuild.runtime.prefix_cache.tree import BLOCK
 from tests.support.fakes import continuation, fake_engine, fake_manifest
 
 ROW = 4  # bytes
@@ -86,22 +86,6 @@ def test_any_order_gives_each_prompt_its_own_tokens(
     own.check()
 
 
-def test_48_conversations_of_4_turns_over_8_slots() -> None:
-    """Every later turn finds all of its last one, but for what is always filled in."""
-    own, turns, rng = Fakes(48 * 400, slots=8), 4, random.Random(0)
-    output: list[list[int]] = [[rng.randint(2, 99) for _ in range(40)] for _ in range(48)]
-    for turn in range(turns):
-        order = rng.sample(range(48), 48)
-        params = [SamplingParams(max_tokens=rng.randint(5, 40)) for _ in order]
-        results = own.engine.generate([output[c] for c in order], params)
-        for c, result in zip(order, results, strict=True):
-            assert result.token_ids == continuation(output[c], len(result.token_ids))
-            kept = len(output[c]) - 7 if turn else 0
-            assert result.metrics.cached_tokens >= kept, (turn, c)
-            output[c] = [*output[c], *result.token_ids, *(rng.randint(2, 99) for _ in range(5))]
-    own.check()
-
-
 def test_prompts_that_begin_alike_share_their_blocks() -> None:
     own = Fakes(10_000)
     system = [7 + n % 90 for n in range(3 * BLOCK + 1)]
@@ -139,14 +123,6 @@ def test_salts_keep_users_apart() -> None:
     for salt in wrong:
         with pytest.raises(RequestError, match="cache_salt must be a text"):
             SamplingParams(cache_salt=salt)
-
-
-def test_requests_that_run_share_no_rows_with_other_salts() -> None:
-    own = Fakes(0, slots=2)
-    prompt = list(range(10, 200))
-    params = [SamplingParams(max_tokens=30, cache_salt=salt) for salt in ("a", "b")]
-    results = own.engine.generate([prompt, prompt], params)
-    assert [r.metrics.cached_tokens for r in results] == [0, 0]
 
 
 def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
@@ -220,17 +196,6 @@ def test_a_conversation_fills_in_what_is_new() -> None:
     own.check()
 
 
-def test_a_prompt_that_is_shorter_than_what_was_said_leaves_it_there() -> None:
-    own, twenty = Fakes(1000), SamplingParams(max_tokens=20)
-    prompt = list(range(10, 30))
-    answer = own.engine.generate(prompt, twenty).token_ids
-    own.filled()
-    own.engine.generate(prompt, ONE)
-    assert own.filled() == 0
-    own.engine.generate([*prompt, *answer, 3], ONE)
-    assert own.filled() == 1
-
-
 def test_prompts_at_once_share_rows() -> None:
     """The second and third begin with what the first one has filled in, while it runs."""
     own, prompt = Fakes(1000, slots=3), list(range(10, 150))
@@ -298,20 +263,6 @@ def test_rows_that_are_not_finite_are_not_saved() -> None:
         stream.result()
     own.engine._loaded.loop.step()
     assert own.tree.used == 0
-
-
-def test_without_a_cache_nothing_is_saved() -> None:
-    own, programs = fake_engine()
-    for _ in range(2):
-        assert own.generate(list(range(10, 20)), ONE).metrics.cached_tokens == 0
-    assert own.stats.prefix_queries == 0
-    assert not programs.saved_rows
-
-
-def test_what_two_prompts_have_in_common() -> None:
-    assert count_common([1, 2, 3], [1, 2, 4]) == 2
-    assert count_common([1, 2], [1, 2, 4]) == 2
-    assert count_common([], [1]) == 0
 
 
 @pytest.mark.parametrize(

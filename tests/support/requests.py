@@ -18,7 +18,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
-from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.runtime.ranks import Ranks
@@ -60,7 +60,8 @@ def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
 
 def plan_model(request: BuildRequest, model: FoundModel) -> Mapping[Path, Plan]:
     """Plan engines of a model whose folder need have no more than a config.json."""
-    return make_plans(request, load_target(request.target), read_source(request, model)).engines
+    target = configure_target(request.target, request.options)
+    return make_plans(request, target, read_source(request, model)).engines
 
 
 def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
