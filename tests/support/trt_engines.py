@@ -1,6 +1,5 @@
 """Makes a small checkpoint like DeepSeek-R1's in nvfp4; helpers for engines of its ranks."""
 
-import io
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, name_rank, rea
 from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_tensorrt import Engine
 from tests.support.requests import build_request, quantize
 
 Calls: TypeAlias = list[Any]  # of a fake engine
@@ -72,10 +72,9 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
     copy = shutil.copytree(engine, to)
     folder = copy / name_rank(rank)
     path = folder / f"{program}.engine"
-    header, _, stored = path.read_bytes().partition(b"\n")
-    done = torch.load(io.BytesIO(stored), weights_only=False)
-    done.calls = alter(done.calls)
-    path.write_bytes(header + b"\n" + done.to_bytes())
+    program_engine: Engine = torch.load(path, weights_only=False)
+    program_engine.calls = alter(program_engine.calls)
+    path.write_bytes(program_engine.to_bytes())
     manifest = read_manifest(folder)
     files = describe_files(folder, {})
     text = manifest.model_copy(update={"files": files}).to_json()
