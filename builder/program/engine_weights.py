@@ -58,9 +58,8 @@ class EngineWeights:
             parameters = dict(self.model.model.named_parameters())
             entries = {name: make_entry(parameters[name]) for w in table for name in w.tensors}
             tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
-            tensors = self._report_tensors(
-                tensors, sum(prod(each.shape) for each in entries.values())
-            )
+            total = sum(prod(entry.shape) for entry in entries.values())
+            tensors = self._report_tensors(tensors, total)
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             self._note_losses()
             shared(done.sha256)

@@ -70,8 +70,9 @@ class Rope(nn.Module):
         One op computes the angles for the kernels of all layers. From PyTorch's operators the
         compiler would compute them again in each kernel.
         """
-        operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
-        cos, sin, base, place, first = rotary_rows(*operands)
+        cos, sin, base, place, first = rotary_rows(
+            start, active, self.inv_freq, tokens=tokens, offset=offset, end=end, scale=self.scale
+        )
         positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
         return Positions(cos, sin, base, place, positions, first)
 

@@ -75,19 +75,44 @@ class LatentAttention(Attention):
         q = self.compute_second_product(q)
         if rows.expand:
             return self.expanded(q, rows, cache) @ self.o_proj
-        return self.absorbed(q, rows, (cache, fresh, rows.base, first)) @ self.o_proj
+        return self.absorbed(q, rows, cache, fresh, first) @ self.o_proj
 
-    def absorbed(self, q: Tensor, rows: Positions, place: tuple[Tensor, ...]) -> Tensor:
-        """Attend to latents with queries q [B, T, ..]: [B, T, H v]. place: see `mla_attention`."""
-        c, angles = self.config, (rows.cos, rows.sin)
-        chosen = () if rows.choice.rows is None else (rows.choice.rows,)
+    def absorbed(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
+        """Attend to latents with queries q [B, T, ..]: [B, T, H v]."""
+        c = self.config
         if isinstance(uk := self.w_uk, PackedWeight):
             uv: Any = self.w_uv
-            weights = uk.values, uk.scales, uv.values, uv.scales
-            sizes = self.scale, c.kv_lora_rank, c.v_head_dim
-            return mla_packed(q, *weights, *angles, *place, *sizes, c.rope_interleave, *chosen)
-        q = mla_queries(q, uk, *angles, c.rope_interleave)
-        return mla_values(mla_attention(q, *place, self.scale, c.kv_lora_rank, *chosen), self.w_uv)
+            return mla_packed(
+                q,
+                w_uk=uk.values,
+                w_uk_scales=uk.scales,
+                w_uv=uv.values,
+                w_uv_scales=uv.scales,
+                cos=rows.cos,
+                sin=rows.sin,
+                cache=cache,
+                fresh=fresh,
+                base=rows.base,
+                first=first,
+                scale=self.scale,
+                kv_lora_rank=c.kv_lora_rank,
+                v_head_dim=c.v_head_dim,
+                interleaved=c.rope_interleave,
+                chosen=rows.choice.rows,
+            )
+        o = mla_attention(
+            mla_queries(q, uk, rows.cos, rows.sin, c.rope_interleave),
+            cache=cache,
+            fresh=fresh,
+            base=rows.base,
+            first=first,
+            scale=self.scale,
+            kv_lora_rank=c.kv_lora_rank,
+            chosen=rows.choice.rows,
+        )
+        return mla_values(o, self.w_uv)
 
     def expanded(self, q: Tensor, rows: Positions, cache: Tensor) -> Tensor:
         """Attend in the expanded form over a cache that holds the fresh rows: [B, T, H v].
