@@ -134,6 +134,17 @@ def test_a_text_that_is_too_long_is_not_tokenised(client: httpx2.Client) -> None
         fails(client.post("/v1/completions", json=body), 400, " characters", name)
 
 
+def test_pieces_of_a_text_may_have_more_tokens_than_all_of_it() -> None:
+    class Sparse(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0] * (len(text) // 16 + 1)
+
+    tokenizer, text = Sparse(backend_tokenizer()), "a" * 3 * LONG
+    tokenizer.longest = 10**9
+    assert not tokenizer.exceeds(text, len(tokenizer.encode(text)))
+    assert tokenizer.exceeds(text, 1000)
+
+
 def test_an_event_costs_what_it_says() -> None:
     """A stream's offsets count on: no event reads the tokens before it."""
     read: list[int] = []

@@ -185,8 +185,9 @@ def test_no_page_of_another_origin_may_ask() -> None:
     with served() as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert "access-control-allow-origin" not in response.headers
-        page = {"Origin": "http://a.example", "Sec-Fetch-Site": "cross-site"}
-        fails(client.post("/v1/completions", json=ASK, headers=page), 403, "another origin")
+        for site in ("same-site", "cross-site"):
+            page = {"Origin": "http://a.example", "Sec-Fetch-Site": site}
+            fails(client.post("/v1/completions", json=ASK, headers=page), 403, "another origin")
         own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
         assert client.post("/v1/completions", json=ASK, headers=own).status_code == 200
     settings = ServerOptions(allow_origin=["http://a.example"], key="k")
