@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.cli import app
@@ -39,6 +38,7 @@ from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
 from tests.support.opened import opened
 from tests.support.requests import build, build_request, quantize
+from tests.support.run_command import ScreenRunner
 from tests.support.stand_ins import failing
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
@@ -201,7 +201,7 @@ def test_names_are_whole_on_a_narrow_terminal(
     monkeypatch.chdir(tmp_path)
     flags = ("--nextn", "0,1", "--out", "engines/set_of_r1", "--dry-run")
     asked = ["build", "--model", str(smallest), *flags]
-    done = CliRunner().invoke(app, asked, env={"COLUMNS": "80"})
+    done = ScreenRunner().invoke(app, asked, env={"COLUMNS": "80"})
     assert all(f"engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
     assert " mtp-vanilla " in done.stdout
 
