@@ -220,6 +220,8 @@ class CheckedDrafter(Drafter):
     def _compare(self, what: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         """Raise BuildError for a tensor of another type, or of other sizes after the batch."""
         if x.dtype != dtype or tuple(x.shape[1:]) != sizes:
-            found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
+            actual = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
             wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")
-            raise BuildError(f"drafter {self.name}: {what} of a slot is {found}, declared {wanted}")
+            raise BuildError(
+                f"drafter {self.name}: {what} of a slot is {actual}, declared {wanted}"
+            )

@@ -71,13 +71,13 @@ class OpenedModel:
 
     def rounded(self) -> dict[str, str]:
         """Return the format of each weight that the engine has to round anew, by name."""
-        found = dict[str, str]()
+        formats = dict[str, str]()
         for name, held in self.table.stored_formats.items():
             format = self.checkpoint.format(name)
             if held is None or format is None or held.represents(format.engine_format):
                 continue
-            found[name] = format.name
-        return found
+            formats[name] = format.name
+        return formats
 
     @property
     def unfit(self) -> tuple[str, ...]:

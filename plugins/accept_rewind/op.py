@@ -80,8 +80,8 @@ def accept_best(
     top, second, highest, sums, _ = best.unbind(-1)
     first = top.argmax(-1, keepdim=True)
     margins = top.amax(-1) - top.scatter(-1, first, second.gather(-1, first)).amax(-1)
-    most = highest.amax(-1)
-    logprobs = top.amax(-1) - most - (sums * (highest - most[..., None]).exp()).sum(-1).log()
+    maximum = highest.amax(-1)
+    logprobs = top.amax(-1) - maximum - (sums * (highest - maximum[..., None]).exp()).sum(-1).log()
     slots = window, num_drafts, lengths, active
     return *_judged(best_token(best), *slots), logprobs, margins
 

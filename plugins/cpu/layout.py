@@ -33,7 +33,7 @@ def with_offsets(scales: Tensor, offsets: Tensor) -> Tensor:
 
     A zero is subtracted from the values of its block, besides the 8 or 128.
     """
-    both = (each.contiguous()[..., None].view(torch.uint8) for each in (scales, offsets))
+    both = (part.contiguous()[..., None].view(torch.uint8) for part in (scales, offsets))
     return torch.cat([*both], dim=-1)
 
 

@@ -40,5 +40,5 @@ def experts_packed(
 
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Unpack the weights [N, outputs, inputs] of each row's expert."""
-    own = None if scales is None else scales.index_select(0, ids)
-    return unpacked(values.index_select(0, ids), own, outputs)
+    chosen_scales = None if scales is None else scales.index_select(0, ids)
+    return unpacked(values.index_select(0, ids), chosen_scales, outputs)

@@ -35,11 +35,11 @@ def gated(
     for begin in range(0, DEPTH, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         column = k[None, :]
-        given = tl.load(x + m * DEPTH + column, some & (column < DEPTH), 0.0)
+        tile = tl.load(x + m * DEPTH + column, some & (column < DEPTH), 0.0)
         of = gate_up + k.to(tl.int64)[:, None] * (2 * INNER) + n
         there = (k < DEPTH)[:, None] & right
-        gate = tl.dot(given, tl.load(of, there, 0.0), gate, input_precision="ieee")
-        up = tl.dot(given, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
+        gate = tl.dot(tile, tl.load(of, there, 0.0), gate, input_precision="ieee")
+        up = tl.dot(tile, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
     value = gate * tl.sigmoid(gate) * up
     tl.store(inner + m * INNER + n, value.to(inner.dtype.element_ty), some & right)
 

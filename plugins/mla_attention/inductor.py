@@ -38,8 +38,8 @@ def attend_apart(rows: Tensor, keys: Pair, values: Pair, masks: Pair, dtype: tor
     rows: scaled queries. masks: which rows are seen. dtype: of the softmax.
     """
     scores = [
-        (rows @ own.mT).to(dtype).masked_fill(~seen, float("-inf"))
-        for own, seen in zip(keys, masks, strict=True)
+        (rows @ key_rows.mT).to(dtype).masked_fill(~seen, float("-inf"))
+        for key_rows, seen in zip(keys, masks, strict=True)
     ]
     p = floored_softmax(torch.cat(scores, dim=-1)).type_as(rows)
     S = keys[0].shape[-2]

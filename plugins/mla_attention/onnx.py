@@ -25,7 +25,7 @@ def mla_attention_onnx(*operands: Any) -> Any:
         masks = mask_rows(cache, fresh, base, first, heads, op.Shape(q, start=2, end=3))
     else:
         masks = mask_others(cache, fresh, base, heads, chosen)
-    mixed = attend(rows, masks, (cache, fresh), lambda each: (each, each))
+    mixed = attend(rows, masks, (cache, fresh), lambda block: (block, block))
     latents = op.Slice(mixed, ints(0), ints(kv_lora_rank), ints(3))
     return op.Reshape(latents, ints(0, heads, -1, kv_lora_rank))
 

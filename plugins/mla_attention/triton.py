@@ -80,15 +80,15 @@ def mla_partial(
     end = tl.minimum(begin + share, total)
     old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
     if chosen is not None:
-        own, newest = chosen + (b * TOKENS + token) * COUNT, length + fresh_rows - 1
-        least = tl.load(own + begin, begin < end, -1)
+        places, newest = chosen + (b * TOKENS + token) * COUNT, length + fresh_rows - 1
+        least = tl.load(places + begin, begin < end, -1)
         filled = (split == 0) | ((least >= 0) & (least <= newest))
         end = tl.where(filled, end, begin)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         j = n + tl.arange(0, BLOCK_N)
         at, seen = old + j.to(tl.int64) * WIDTH, j < end
         if chosen is not None:
-            at, seen = _at_places(own, n, end, old, new, length, newest, WIDTH, BLOCK_N)
+            at, seen = _at_places(places, n, end, old, new, length, newest, WIDTH, BLOCK_N)
         top, weight, mixed = _attend(
             queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
             RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
@@ -119,7 +119,7 @@ def mla_partial(
 
 @triton.jit
 def _at_places(
-    own, n, end, old, new, length, newest,
+    places, n, end, old, new, length, newest,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to a tile's chosen rows, and which of them are seen.
@@ -128,7 +128,7 @@ def _at_places(
     seen, and positions are clamped.
     """
     j = n + tl.arange(0, BLOCK_N)
-    place = tl.load(own + j, j < end, -1)
+    place = tl.load(places + j, j < end, -1)
     seen = ((place >= 0) & (place <= newest)) | (j == 0)
     place = tl.minimum(tl.maximum(place, 0), newest)
     at = tl.where(place < length, old + place * WIDTH, new + (place - length) * WIDTH)
@@ -200,8 +200,8 @@ def mla_combine(
         row = (b * splits + s) * rows + m
         part = tl.exp2(tl.load(lse + row, s < splits, float("-inf")) - top)
         there = (part > 0)[:, None] & (latent < RANK)[None, :]
-        given = tl.load(partial + row[:, None] * RANK + latent[None, :], there, 0.0)
-        mixed += tl.sum(part[:, None] * given, 0)
+        values = tl.load(partial + row[:, None] * RANK + latent[None, :], there, 0.0)
+        mixed += tl.sum(part[:, None] * values, 0)
     to = out + (b * rows + m) * RANK + latent
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 

@@ -70,9 +70,9 @@ def rotated_sum(
 ):  # fmt: skip
     """Load values r of rotary rows, each of which is the sum of PARTS rows, and rotate them."""
     pair, other, sign = partner_of(r, ROPE, INTERLEAVED)
-    own = sum_of_parts(of + r, there, apart, PARTS, dtype)
+    value = sum_of_parts(of + r, there, apart, PARTS, dtype)
     partner = sum_of_parts(of + other, there, apart, PARTS, dtype)
-    turned = own * tl.load(cos + pair, there, 0.0)
+    turned = value * tl.load(cos + pair, there, 0.0)
     return turned + sign * partner * tl.load(sin + pair, there, 0.0)
 
 

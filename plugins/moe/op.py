@@ -102,14 +102,14 @@ def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None
     if not moe.is_kept:
         return moe(x, weights, ids, *experts)
     known, piece = isinstance(tokens, int), padded or MAX_TOKENS
-    most = tokens if known else upper_bound(tokens)
-    if most <= piece and (known or padded is None):
-        return moe(x, weights, ids, *experts, 0 if known else most)
+    max_tokens = tokens if known else upper_bound(tokens)
+    if max_tokens <= piece and (known or padded is None):
+        return moe(x, weights, ids, *experts, 0 if known else max_tokens)
     operands = [x, weights, ids]
     if not known:
-        operands = [torch.cat([y, y[:1].expand(most, -1)])[:most] for y in operands]
-    pieces = zip(*(each.split(piece) for each in operands), strict=True)
-    return torch.cat([moe(*each, *experts) for each in pieces])[:tokens]
+        operands = [torch.cat([y, y[:1].expand(max_tokens, -1)])[:max_tokens] for y in operands]
+    pieces = zip(*(operand.split(piece) for operand in operands), strict=True)
+    return torch.cat([moe(*part, *experts) for part in pieces])[:tokens]
 
 
 def upper_bound(size: Any) -> int:

@@ -206,8 +206,8 @@ def share_of_block(
     tl.store(to, tl.sum(tl.where(e >= floor, e, 0.0), 0))
     if window is not None:
         draft = draft_of_row(window, b, j, vocab, TOKENS)[0]
-        own = weights_of(row, draft + tl.arange(0, 1), vocab, t, top, early, bans, BANNED)
-        before = ((e > own) | ((e == own) & (v < draft))) & (v < vocab)
+        draft_weight = weights_of(row, draft + tl.arange(0, 1), vocab, t, top, early, bans, BANNED)
+        before = ((e > draft_weight) | ((e == draft_weight) & (v < draft))) & (v < vocab)
         tl.store(to + 1, tl.sum(before.to(tl.float32), 0))
     if i == 0:
         tl.store(laws + r * 2, top)
@@ -259,24 +259,24 @@ def law_launches(logits: Tensor, known: dict[str, Any]) -> tuple[Launch, ...]:
     known |= {"blocks": grid[1], "BLOCKS": round_up_to_tile(grid[1], 2)}
     known |= {"BANNED": known["banned_ids"].shape[1] if bans else 0}
     known |= {"best": best.outputs[0], "search": None, "kept": None}
-    each = [best]
+    launches = [best]
     for turn in range(2 * TURNS.value):
-        found = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
-        launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, found, warps=8)
-        each.append(launch)
-        known |= {"best": None, "search": found[0], "kept": found[1]}
+        results = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
+        launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, results, warps=8)
+        launches.append(launch)
+        known |= {"best": None, "search": results[0], "kept": results[1]}
     laws = logits.new_empty(B * T, 2), logits.new_empty(*grid, 2)
-    each.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
+    launches.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
     known |= {"best": best.outputs[0], "laws": laws[0], "shares": laws[1]}
-    return tuple(each)
+    return tuple(launches)
 
 
 def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launches:
     """Return the launches of shaped_probs."""
     known: dict[str, Any] = {**name_controls(controls), **dict.fromkeys(("window", *BANS))}
-    each, probs = law_launches(logits, known), torch.empty_like(logits)
-    shape = Launch.by_name(shape_block, each[-1].grid, known, (probs,), warps=8)
-    return Launches((*each, shape), probs)
+    launches, probs = law_launches(logits, known), torch.empty_like(logits)
+    shape = Launch.by_name(shape_block, launches[-1].grid, known, (probs,), warps=8)
+    return Launches((*launches, shape), probs)
 
 
 shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")

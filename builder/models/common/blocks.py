@@ -185,7 +185,7 @@ def weigh_chosen(
         weighed: Callable[..., Tensor] = gate_up.weighed
         return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | ScaledWeight)
-    flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
+    flat = (operand.flatten(0, -2) for operand in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = map(split_parts, (gate_up, down))
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 

@@ -78,8 +78,8 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
-        own = self.lm_head if self.embed_tokens is None else self.embed_tokens
-        table = own if table is None else table
+        default = self.lm_head if self.embed_tokens is None else self.embed_tokens
+        table = default if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]
