@@ -135,9 +135,10 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
 
 
 def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> None:
-    place, returned = Parameter.POSITIONAL_OR_KEYWORD, tuple.__class_getitem__(results)
+    place = Parameter.POSITIONAL_OR_KEYWORD
     parameters = [Parameter(name, place, annotation=kind) for name, kind in operands.items()]
-    function.__signature__ = Signature(parameters, return_annotation=returned)
+    returns = tuple.__class_getitem__(results)
+    function.__signature__ = Signature(parameters, return_annotation=returns)
 
 
 def _name_inputs(launch: Launch) -> dict[str, Tensor]:

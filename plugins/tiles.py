@@ -222,10 +222,11 @@ def choose_tiles(
     memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
     programs = PROGRAMS
-    width, packed = values.shape[-1], 1 if scales_2 is None else 2
-    depth = values.shape[-2] * packed
+    width = values.shape[-1]
+    depth = values.shape[-2] * (1 if scales_2 is None else 2)
     block = depth if scales is None else depth // scales.shape[-2]
-    in_bf16, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
+    in_bf16 = x.dtype == torch.bfloat16
+    words = width % 4 == 0 and scales is not None
     together = min(block & -block, 128)  # inputs with the same fp8 scale
     if in_bf16 and words and scales_2 is not None and is_hopper(x.device):
         wide, deep, stages = 128, 64, 4
@@ -257,7 +258,8 @@ def count_splits(programs: int, depth: int, constants: Mapping[str, Any]) -> int
 
     Each split has one or more whole tiles. programs: of one split. constants: of `choose_tiles`.
     """
-    tiles, wanted = cdiv(depth, constants["BLOCK_K"]), constants["PROGRAMS"]
+    tiles = cdiv(depth, constants["BLOCK_K"])
+    wanted = constants["PROGRAMS"]
     if constants["STAGES"] > 3 and JOINED * programs >= NEARLY * MULTIPROCESSORS:
         wanted = min(wanted, JOINED * programs)
     least = PLAIN_SPLIT_INPUTS if constants["BLOCK"] == depth else SPLIT_INPUTS

@@ -161,9 +161,9 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
-    family, share = find_family_of(table.config), Share(table.ranks)
+    share = Share(table.ranks)
     with torch.device(device):
-        model = family.make_model(table.config, table.ranks)
+        model = find_family_of(table.config).make_model(table.config, table.ranks)
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         for name in table.joined:
             module = model.get_submodule(name)

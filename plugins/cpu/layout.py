@@ -18,7 +18,8 @@ def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
     factors, offsets = split_offsets(scales)
-    factors, shifted = factors.float()[..., None], values.float()
+    factors = factors.float()[..., None]
+    shifted = values.float()
     if offsets is None:
         shifted -= 1 << bits - 1
     elif offsets.dtype == torch.int8:

@@ -13,7 +13,8 @@ def delta_rule_inductor(
     if isinstance(tokens, int):
         outputs, after = delta_rule._init_fn(mixed, ba, rate, bias, state)
         return outputs, after
-    (B, H, K, V), count = state.shape, ba.shape[1]
+    B, H, K, V = state.shape
+    count = ba.shape[1]
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
     # Joined into one tensor, which is a copy: if a loop's operand is a view, AOTInductor (torch
     # 2.13) frees its handle in the first iteration and reads it in the second.

@@ -39,7 +39,8 @@ def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tup
     if n is not None:
         place = op.Unsqueeze(count_up(op.Shape(ba, start=1, end=2)), ints(0))
         stays = op.Less(place, op.Unsqueeze(n, ints(1)))
-        stays, none = op.Unsqueeze(stays, ints(2)), op.Constant(value_float=0.0)
+        stays = op.Unsqueeze(stays, ints(2))
+        none = op.Constant(value_float=0.0)
         decay, beta = op.Where(stays, decay, none), op.Where(stays, beta, none)
     how = {"q_num_heads": heads, "kv_num_heads": heads, "scale": width**-0.5}
     results: tuple[Any, Any] = LinearAttention(

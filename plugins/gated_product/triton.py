@@ -50,7 +50,8 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     rows = x.numel() // E
     if rows > MAX_TOKENS:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
-    inner, wide = x.new_empty(*slots, width), 32
+    inner = x.new_empty(*slots, width)
+    wide = 32
     stages = STAGES if shared_memory(x.device) == AOT_SHARED else 8
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
     constants["BLOCK_K"] = inputs_of_tile(x, E)

@@ -20,7 +20,9 @@ def mla_attention_inductor(*operands: Any) -> Tensor:
     known = bind(mla_attention, operands)
     q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     (B, H, T, C), S = q.shape, cache.shape[2]
-    rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0, :, :C], fresh[:, 0, :, :C]
+    rows = (q * scale).reshape(B, H * T, C)
+    old = cache[:, 0, :, :C]
+    new = fresh[:, 0, :, :C]
     committed = (torch.arange(S, device=q.device) < base[:, None])[:, None]  # [B, 1, S]
     last = first[:, None] + torch.arange(T, device=q.device)
     visible = torch.arange(new.shape[1], device=q.device) <= last[..., None]  # [B, T, F]

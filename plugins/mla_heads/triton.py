@@ -57,7 +57,8 @@ def absorbed_query(
     else:
         r = tl.arange(0, ROTARY)[None, :]
         there = some & (r < ROPE)
-        pe, angles = row + HEADS * NOPE + h * ROPE, m.to(tl.int64)[:, None] * (ROPE // 2)
+        pe = row + HEADS * NOPE + h * ROPE
+        angles = m.to(tl.int64)[:, None] * (ROPE // 2)
         turned = rotated_sum(
             pe, apart, cos + angles, sin + angles, r, there, PARTS, ROPE, INTERLEAVED, dtype
         )

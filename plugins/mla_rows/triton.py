@@ -30,7 +30,8 @@ def latent_row(
     powers of two.
     """
     n = tl.program_id(0).to(tl.int64)
-    row, apart = a + n * (QUERY + RANK + ROPE), tl.num_programs(0) * (QUERY + RANK + ROPE)
+    row = a + n * (QUERY + RANK + ROPE)
+    apart = tl.num_programs(0) * (QUERY + RANK + ROPE)
     dtype: tl.constexpr = fresh.dtype.element_ty
     if tl.program_id(1) == 0:
         w = tl.arange(0, WIDE)
@@ -42,7 +43,8 @@ def latent_row(
         c, r = tl.arange(0, LATENT), tl.arange(0, ROTARY)
         x = sum_of_parts(row + QUERY + c, c < RANK, apart, PARTS, dtype)
         x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(dtype)
-        key, angles = row + QUERY + RANK, n * (ROPE // 2)
+        key = row + QUERY + RANK
+        angles = n * (ROPE // 2)
         turned = rotated_sum(
             key, apart, cos + angles, sin + angles, r, r < ROPE, PARTS, ROPE, INTERLEAVED, dtype
         ).to(dtype)

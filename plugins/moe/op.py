@@ -83,7 +83,8 @@ def moe(
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
     like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
     """
-    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NO_EXPERT, 0.0, weights)
+    chosen = ids.flatten().clamp(min=0)
+    weights = torch.where(ids == NO_EXPERT, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
@@ -98,10 +99,12 @@ def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None
     A kernel that takes no symbolic number of tokens gets their upper bound: copies of the first
     token fill them up.
     """
-    tokens, padded = x.shape[0], KEPT.get().padded_tokens
+    tokens = x.shape[0]
+    padded = KEPT.get().padded_tokens
     if not moe.is_kept:
         return moe(x, weights, ids, *experts)
-    known, piece = isinstance(tokens, int), padded or MAX_TOKENS
+    known = isinstance(tokens, int)
+    piece = padded or MAX_TOKENS
     max_tokens = tokens if known else upper_bound(tokens)
     if max_tokens <= piece and (known or padded is None):
         return moe(x, weights, ids, *experts, 0 if known else max_tokens)

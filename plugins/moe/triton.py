@@ -45,7 +45,8 @@ def route(
     if KEPT_GROUPS < GROUPS:
         first, at = tl.max(biased, 1, return_indices=True)
         second = tl.max(tl.where(member == at[:, None], float("-inf"), biased), 1)
-        group, sums = tl.arange(0, GROUP_ROWS), first + second
+        group = tl.arange(0, GROUP_ROWS)
+        sums = first + second
         sums = tl.where(group < GROUPS, sums, float("-inf"))
         kept = tl.zeros((GROUP_ROWS,), tl.int32)
         for _ in tl.static_range(KEPT_GROUPS):
@@ -240,7 +241,8 @@ def moe_launches(*operands: Any) -> Launches:
     the op's `most` bounds it. Raises NotImplementedError for more than `MAX_TOKENS` tokens.
     """
     known = bind(moe, operands)
-    x, (N, k) = known["x"], known["ids"].shape
+    x = known["x"]
+    N, k = known["ids"].shape
     max_tokens = known["most"] or N
     if max_tokens > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {max_tokens}")
@@ -261,7 +263,8 @@ def moe_launches(*operands: Any) -> Launches:
     grid = count, cdiv(2 * width, first["BLOCK_N"])
     splits = count_splits(k * grid[1], E, first)  # counts the programs of a single token
     sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
-    inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
+    inner = x.new_empty(count, width)
+    parts = known["weights"].new_empty(N, k, E)
     second |= {"sums": sums, "SPLITS": splits}
     products = Launch.by_name(gate_and_up, (*grid, splits), first, (sums,))
     grid = count, cdiv(E, second["BLOCK_N"])

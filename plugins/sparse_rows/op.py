@@ -82,7 +82,8 @@ def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Ten
     chosen [B, T, k]: positions; those from base [B] on are fresh rows.
     """
     B, T, _ = chosen.shape
-    start, end = base[:, None, None], rows + fresh_rows
+    start = base[:, None, None]
+    end = rows + fresh_rows
     place = torch.where(chosen < start, chosen, chosen - start + rows)
     place = torch.where(chosen < 0, end, place).clamp(max=end)  # idle slots have any positions
     mask = torch.zeros(B, T, end + 1, dtype=torch.bool, device=chosen.device)

@@ -74,7 +74,8 @@ def rotated(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Return values d [D] of heads h [H] of a query; the first ROPE values are rotated."""
-    of, turns = q + h[:, None] * SIZE, d < ROPE
+    of = q + h[:, None] * SIZE
+    turns = d < ROPE
     some = (h < HEADS)[:, None]
     pair, other, sign = partner_of(d, ROPE, INTERLEAVED)
     value = tl.load(of + d[None, :], some & (d < SIZE)[None, :], 0.0)
@@ -113,7 +114,9 @@ def best_rows(
     b, t = n // tokens, (n % tokens).to(tl.int32)
     seen = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
     seen += tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
-    row, to, offset = scores + n * (capacity + fresh_rows), chosen + n * COUNT, tl.arange(0, BLOCK)
+    row = scores + n * (capacity + fresh_rows)
+    to = chosen + n * COUNT
+    offset = tl.arange(0, BLOCK)
     if seen <= COUNT:
         for begin in range(0, COUNT, BLOCK):
             place = begin + offset
@@ -169,9 +172,12 @@ def choose_rows_launches(
     rows: rows that a program scores. block: positions that a program of the choice reads together.
     """
     known = bind(choose_rows, operands)
-    q, (B, T, H), count = known["q"], known["weights"].shape, known["count"]
+    q = known["q"]
+    B, T, H = known["weights"].shape
+    count = known["count"]
     S, C = known["cache"].shape[2:]
-    F, size = known["fresh"].shape[2], q.shape[-1] // H
+    F = known["fresh"].shape[2]
+    size = q.shape[-1] // H
     constants = _choose_tiles(size, known["cache"].dtype)
     if rows is not None:
         constants["BLOCK_N"] = rows

@@ -82,7 +82,9 @@ def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
     size, itemsize = x.numel(), x.element_size()
     if isinstance(size, int) and size * itemsize > MOST:  # symbolic sizes are checked by the caller
         raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
-    ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
+    ranks = peers.shape[0] - 1
+    values = BLOCK // itemsize
+    out = x.new_empty(x.shape)
     constants = {
         "RANKS": ranks,
         "PLACES": round_up_to_tile(ranks, 2),

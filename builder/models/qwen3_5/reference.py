@@ -21,7 +21,9 @@ class PlainGatedDelta(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E, H = c, c.hidden_size, c.linear_num_value_heads
+        self.config = c
+        E = c.hidden_size
+        H = c.linear_num_value_heads
         projected = {"in_proj_qkv": c.channels, "in_proj_z": c.delta_values}
         projected |= {"in_proj_b": H, "in_proj_a": H}
         if c.packed:
@@ -58,8 +60,10 @@ class PlainGatedDelta(nn.Module):
         q, k, v = mixed.split([c.delta_keys, c.delta_keys, c.delta_values], dim=-1)
         q, k = (heads(part, K, H) for part in (q, k))
         q = q / K**0.5
-        v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        S, outputs = x.new_zeros(x.shape[0], H, K, V), []
+        v = heads(v, V, H, normed=False)
+        decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        S = x.new_zeros(x.shape[0], H, K, V)
+        outputs = []
         tokens = (part.transpose(1, 2).split(CHUNK, dim=2) for part in (q, k, v, decay, b))
         for chunk in zip(*tokens, strict=True):
             S, o = run_chunk(S, *chunk)
@@ -80,7 +84,8 @@ def run_chunk(
     """
     total = decay.cumsum(-1)[..., None]  # since the chunk began
     since = (total - total.mT).tril().exp().tril()  # [i, j]: from token j to token i
-    beta, decayed = b.sigmoid()[..., None], total.exp()
+    beta = b.sigmoid()[..., None]
+    decayed = total.exp()
     system = (beta * (k @ k.mT) * since).tril(-1)
     right = beta * (v - decayed * (k @ S))
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -102,7 +107,8 @@ class PlainQwen35MoE(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E = c, c.hidden_size
+        self.config = c
+        E = c.hidden_size
         self.gate = nn.Linear(E, c.n_routed_experts, bias=False)
         experts = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
         self.experts = nn.ModuleList(experts)
