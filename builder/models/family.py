@@ -124,5 +124,5 @@ class Family:
     def is_module_input_proj(self, c: ModelConfig, name: str) -> bool:
         """Return whether a weight projects an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
-        own = f"{c.module_names.input_proj}.weight"
-        return place is not None and place[0] >= c.num_hidden_layers and place[1] == own
+        projection = f"{c.module_names.input_proj}.weight"
+        return place is not None and place[0] >= c.num_hidden_layers and place[1] == projection

@@ -51,7 +51,8 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
     In that case transformers assumes one module; we count the modules that have tensors. Modules
     that have tensors count, too, if config.json says that there are fewer.
     """
-    config, names = family.parse_config(raw), list(names)
+    config = family.parse_config(raw)
+    names = list(names)
     if raw.get(MODULE_COUNT) is None:
         raw = {**raw, MODULE_COUNT: count_stored_modules(family, config, names)}
         config = family.parse_config(raw)
@@ -61,7 +62,8 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
 
 def set_modules(family: Family, raw: Mapping[str, Any], count: int) -> Mapping[str, Any]:
     """Return config.json's values with another number of MTP modules."""
-    text, key = raw.get("text_config"), family.config.module_names.count
+    text = raw.get("text_config")
+    key = family.config.module_names.count
     if key != MODULE_COUNT and isinstance(text, dict):
         return {**raw, "text_config": {**text, key: count}}
     return {**raw, MODULE_COUNT: count, key: count}

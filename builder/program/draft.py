@@ -118,7 +118,8 @@ class Vanilla(Drafter):
         drafts, caches = [], {}
         index = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), name_module_rows(k - 1)
+            module = model.module(k - 1)
+            name = name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
@@ -141,7 +142,8 @@ class Vanilla(Drafter):
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), name_module_rows(k - 1)
+            module = model.module(k - 1)
+            name = name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
@@ -220,6 +222,8 @@ class CheckedDrafter(Drafter):
     def _compare(self, what: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         """Raise BuildError for a tensor of another type, or of other sizes after the batch."""
         if x.dtype != dtype or tuple(x.shape[1:]) != sizes:
-            found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
+            actual = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
             wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")
-            raise BuildError(f"drafter {self.name}: {what} of a slot is {found}, declared {wanted}")
+            raise BuildError(
+                f"drafter {self.name}: {what} of a slot is {actual}, declared {wanted}"
+            )

@@ -44,7 +44,8 @@ class EngineWeights:
 
         there: the file's sha256 if an interrupted build has already written it.
         """
-        path, ranks = folder / WEIGHTS, self.model.ranks
+        path = folder / WEIGHTS
+        ranks = self.model.ranks
         inner = folder.name if ranks.tp > 1 else ""
 
         def shared(sha256: str) -> bool:

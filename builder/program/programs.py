@@ -106,7 +106,9 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     filled = tuple(name for name in state if name not in STEP_STATES)
     inputs = {"tokens": _make_ints(1, EXAMPLE_CHUNK), "start": _make_ints(1)}
     ahead = {"ahead": _make_ints(1, plan.lookahead)} if plan.lookahead else {}
-    style, whole, drafter = plan.style, plan.style.all_slots, make_drafter(plan, plan.nextn)
+    style = plan.style
+    whole = plan.style.all_slots
+    drafter = make_drafter(plan, plan.nextn)
     expand = style.pipeline.expands_prompts
     prefill = PrefillProgram(model, drafter, expand).eval()
     yield Program(PREFILL, prefill, filled, inputs | ahead, whole=whole)
@@ -126,7 +128,8 @@ def _make_step_programs(
     plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
 ) -> Iterator[Program]:
     """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
-    style, drafter = plan.style, make_drafter(plan, nextn)
+    style = plan.style
+    drafter = make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
     for_host: tuple[str, ...] = ()  # what the host keeps for `fill_drafter`
     if drafter is not None and not nextn:

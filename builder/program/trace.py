@@ -81,7 +81,8 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
             dynamic_shapes=(state_dims, *(argument_dims[name] for name in program.arguments)),
         )
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
-    signature, names = exported.graph_signature, (*program.state, *program.arguments)
+    signature = exported.graph_signature
+    names = (*program.state, *program.arguments)
     inputs = tuple(map(_make_spec, names, (values[name] for name in signature.user_inputs)))
     outputs = tuple(
         map(_make_spec, program.outputs, (values[name] for name in signature.user_outputs))

@@ -144,14 +144,14 @@ def _choose_targets(
 def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[str, Tensor]:
     """Return what `Verdict` has of each row's draft, by name; logprobs [B, T, V]."""
     drafts = _drafts_of(window).clamp(0, logprobs.shape[-1] - 1)[..., None]
-    found = logprobs.gather(-1, drafts)
-    q = torch.zeros_like(found[..., 0])
+    draft_logprobs = logprobs.gather(-1, drafts)
+    q = torch.zeros_like(draft_logprobs[..., 0])
     if (K := window.shape[1] - 1) > 0:
         drawn = draft_probs[:, :K].gather(-1, drafts[:, :K])[..., 0]
         q = torch.cat([drawn, torch.zeros_like(drawn[:, :1])], dim=1)
     # In floats, which all targets add up; exact for any vocabulary.
-    ranks = (logprobs > found).to(torch.float32).sum(-1).to(torch.int64) + 1
-    return {"draft_logprobs": found[..., 0], "draft_ranks": ranks, "draft_q": q}
+    ranks = (logprobs > draft_logprobs).to(torch.float32).sum(-1).to(torch.int64) + 1
+    return {"draft_logprobs": draft_logprobs[..., 0], "draft_ranks": ranks, "draft_q": q}
 
 
 def empty_mixed_verdict(logits: Tensor, window: Tensor, lengths: Tensor, active: Tensor) -> Any:
@@ -292,7 +292,7 @@ def _decide_by(rule: Rule) -> Branch:
     def decide(*operands: Any) -> tuple[Tensor, ...]:
         judged = RuleInputs(*operands[:-1])
         choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
-        return tuple(each.clone() for each in (rule.keeps(judged), *choice))
+        return tuple(part.clone() for part in (rule.keeps(judged), *choice))
 
     return decide
 
@@ -335,5 +335,5 @@ def draft_number(controls: Controls, lengths: Tensor, k: int) -> Tensor:
     shared = controls["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared
-    own = controls["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
-    return torch.where(controls["block"][:, None], own, shared)
+    in_block = controls["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(controls["block"][:, None], in_block, shared)

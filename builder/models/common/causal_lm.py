@@ -78,8 +78,8 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
-        own = self.lm_head if self.embed_tokens is None else self.embed_tokens
-        table = own if table is None else table
+        default = self.lm_head if self.embed_tokens is None else self.embed_tokens
+        table = default if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]
@@ -95,7 +95,8 @@ class CausalLM(nn.Module):
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
-        layer, name = self.layers[last], name_layer_rows(last)
+        layer = self.layers[last]
+        name = name_layer_rows(last)
         if not isinstance(layer, DecoderLayer):
             return self(tokens, state, rows)[1]
         x, updates = self.run_layers(range(last), self.embed(tokens), state, rows)
@@ -108,7 +109,8 @@ class CausalLM(nn.Module):
         """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
         updates = StateUpdates()
         for i in layers:
-            layer, name = self.layers[i], name_layer_rows(i)
+            layer = self.layers[i]
+            name = name_layer_rows(i)
             if isinstance(layer, RecurrentLayer):
                 old = {
                     key: zero_new_slots(state[name_layer_state(key, i)], rows)

@@ -12,7 +12,8 @@ def list_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:
 
     An error names the first one that does not split.
     """
-    parts, modules = ranks.parts, c.num_nextn_predict_layers
+    parts = ranks.parts
+    modules = c.num_nextn_predict_layers
     splits = [Split("vocab_size", c.vocab_size, parts)]
     if isinstance(c, MoEConfig) and c.n_shared_experts:
         inner = c.moe_intermediate_size * c.n_shared_experts

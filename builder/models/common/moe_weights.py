@@ -45,7 +45,9 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
     if not c.softmax_router:
         yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
-    E, size, ids = c.hidden_size, c.moe_intermediate_size, s.experts(c.n_routed_experts)
+    E = c.hidden_size
+    size = c.moe_intermediate_size
+    ids = s.experts(c.n_routed_experts)
     stored = [
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
         for proj in PROJECTIONS
@@ -75,7 +77,8 @@ def make_slice(*w: Tensor) -> Tensor:
 
 def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
-    by_name, weights = {weight.name: weight for weight in table}, list[Weight]()
+    by_name = {weight.name: weight for weight in table}
+    weights = list[Weight]()
     joined = {f"{module}.shared_experts" for module in modules}
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
@@ -89,7 +92,8 @@ def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
 
 def find_modules_like_routed(table: Sequence[Weight], share: Share) -> set[str]:
     """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
-    by_name, alike = {weight.name: weight for weight in table}, set[str]()
+    by_name = {weight.name: weight for weight in table}
+    alike = set[str]()
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
         shared = by_name.get(f"{module}.shared_experts.{leaf}")

@@ -208,7 +208,9 @@ class PlainMTPModule(nn.Module):
 
     def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
         super().__init__()
-        self.names, self.rules, layer = c.module_names, c.mtp, PlainDecoderLayer(c, block)
+        self.names = c.module_names
+        self.rules = c.mtp
+        layer = PlainDecoderLayer(c, block)
         self.layer = (layer,)  # in a tuple, as its name is not registered
         if self.names.own_prefix:
             self.layers = nn.ModuleList(self.layer)
@@ -272,7 +274,8 @@ class PlainCausalLM(PlainLM):
         L, count = c.num_hidden_layers, c.num_nextn_predict_layers
         trunk = [PlainDecoderLayer(c, block(i)) for i in range(L)]
         modules = [PlainMTPModule(c, block(L + j), j) for j in range(count)]
-        prefix, alone = c.module_names.prefix, bool(c.module_names.own_prefix)
+        prefix = c.module_names.prefix
+        alone = bool(c.module_names.own_prefix)
         self.model = PlainTrunk(c, trunk if prefix else [*trunk, *modules])
         if alone and modules:  # one module; `mtp` is a method, too
             self._modules["mtp"] = modules[0]
@@ -291,7 +294,8 @@ class PlainCausalLM(PlainLM):
         return modules[k - 1]
 
     def main(self, tokens: Tensor) -> Tensor:
-        T, c = tokens.shape[1], self.config
+        T = tokens.shape[1]
+        c = self.config
         x = self.model.embed_tokens(tokens)
         for layer in list(self.model.layers)[: c.num_hidden_layers]:
             x = layer(x, self.cos[:T], self.sin[:T])
@@ -301,10 +305,11 @@ class PlainCausalLM(PlainLM):
         return self.lm_head(hidden if self.config.mtp.trunk_normed else self.model.norm(hidden))
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
-        module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
+        module = self.module(k)
+        T = tokens.shape[1]
         embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
         y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])
-        return module.normed(y) if rules.recycles_normed else y
+        return module.normed(y) if self.config.mtp.recycles_normed else y
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)

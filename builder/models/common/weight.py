@@ -198,9 +198,11 @@ class Weight:
         held = {stored.name: format for stored, format in self.formats_by_stored}
         for group in self.slices_of_stored:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.read_kept_parts(each.name, held[each.name]) for each in group]
+                parts = [
+                    checkpoint.read_kept_parts(stored.name, held[stored.name]) for stored in group
+                ]
                 for name, suffix in self.tensors.items():
-                    part = [each[suffix] for each in parts]
+                    part = [tensors[suffix] for tensors in parts]
                     yield (
                         name,
                         self._join_part(self.format, suffix, group, part, share).contiguous(),
@@ -231,7 +233,7 @@ class Weight:
         refuse_out_of_range(format, self.stored[0].name, heads.transpose(-1, -2))
         encoded = [format.encode(head.T.contiguous()) for head in heads]
         for name, suffix in self.tensors.items():
-            yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
+            yield name, torch.stack([format.pack(suffix, parts[suffix]) for parts in encoded])
 
     def _join_part(
         self,
@@ -246,10 +248,10 @@ class Weight:
         rows: list[Tensor] = []
         for stored, part in zip(group, parts, strict=True):
             try:
-                own = format.rows(suffix, part, stored.shape, inputs)
+                part_rows = format.rows(suffix, part, stored.shape, inputs)
             except CheckpointError as error:
                 raise CheckpointError(f"{stored.name} {error}") from None
-            rows.append(share.cut(stored, own))
+            rows.append(share.cut(stored, part_rows))
         if not format.packs:
             return format.finish(suffix, self.transform(*rows), self.concat_axis)
         if self.rows is not None:
@@ -278,8 +280,8 @@ def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
         rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:
             rows.setdefault(name, []).append(piece)
-        for name, found in rows.items():
-            yield name, torch.cat(found) if len(found) > 1 else found[0]
+        for name, slices in rows.items():
+            yield name, torch.cat(slices) if len(slices) > 1 else slices[0]
 
 
 def find_weight_of(name: str) -> str:

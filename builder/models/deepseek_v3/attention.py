@@ -39,7 +39,9 @@ class LatentAttention(Attention):
     def __init__(self, c: DeepseekV3Config, ranks: Ranks) -> None:
         super().__init__()
         H, n, R = c.num_attention_heads // ranks.parts, c.qk_nope_head_dim, c.qk_rope_head_dim
-        self.config, self.heads, self.scale = c, H, softmax_scale(c.rope, c.qk_head_dim)
+        self.config = c
+        self.heads = H
+        self.scale = softmax_scale(c.rope, c.qk_head_dim)
         queries = H * (n + R)
         if c.q_lora_rank is None:
             self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
@@ -58,7 +60,8 @@ class LatentAttention(Attention):
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c, operands = self.config, self.compute_first_product(x, rows)
+        c = self.config
+        operands = self.compute_first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
@@ -120,7 +123,9 @@ class LatentAttention(Attention):
         With widths r, n, v of latent, nope and values, expanding S rows costs 2 S H r (n + v)
         operations and saves 2 S T H (2 r - n - v): it pays from T = 51 (tiny) or 170 (V3) on.
         """
-        c, base, chosen = self.config, rows.base, rows.choice.rows
+        c = self.config
+        base = rows.base
+        chosen = rows.choice.rows
         (B, T, _), H, S = q.shape, self.heads, cache.shape[2]
         nope, pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
         pe = rope(pe, rows.cos, rows.sin, H, c.rope_interleave)

@@ -154,7 +154,8 @@ def merge_packed(file: GgufFile, layer: str, tensors: LayerTensors) -> Iterator[
 
 def join_kinds(keys: int, sizes: Sequence[int]) -> Order:
     """Return rows that lie kind by kind, in the order of key heads."""
-    kinds, start = [], 0
+    kinds = []
+    start = 0
     for size in sizes:
         kinds.append(start + np.arange(keys * size).reshape(keys, size))
         start += keys * size

@@ -21,7 +21,9 @@ class PlainGatedDelta(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E, H = c, c.hidden_size, c.linear_num_value_heads
+        self.config = c
+        E = c.hidden_size
+        H = c.linear_num_value_heads
         projected = {"in_proj_qkv": c.channels, "in_proj_z": c.delta_values}
         projected |= {"in_proj_b": H, "in_proj_a": H}
         if c.packed:
@@ -56,11 +58,13 @@ class PlainGatedDelta(nn.Module):
         qkv, z, b, a = self.projected(x)
         mixed = F.silu(self.conv1d(qkv.mT)[..., :T].mT)
         q, k, v = mixed.split([c.delta_keys, c.delta_keys, c.delta_values], dim=-1)
-        q, k = (heads(each, K, H) for each in (q, k))
+        q, k = (heads(part, K, H) for part in (q, k))
         q = q / K**0.5
-        v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        S, outputs = x.new_zeros(x.shape[0], H, K, V), []
-        tokens = (each.transpose(1, 2).split(CHUNK, dim=2) for each in (q, k, v, decay, b))
+        v = heads(v, V, H, normed=False)
+        decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        S = x.new_zeros(x.shape[0], H, K, V)
+        outputs = []
+        tokens = (part.transpose(1, 2).split(CHUNK, dim=2) for part in (q, k, v, decay, b))
         for chunk in zip(*tokens, strict=True):
             S, o = run_chunk(S, *chunk)
             outputs.append(o)
@@ -80,13 +84,14 @@ def run_chunk(
     """
     total = decay.cumsum(-1)[..., None]  # since the chunk began
     since = (total - total.mT).tril().exp().tril()  # [i, j]: from token j to token i
-    beta, own = b.sigmoid()[..., None], total.exp()
+    beta = b.sigmoid()[..., None]
+    decayed = total.exp()
     system = (beta * (k @ k.mT) * since).tril(-1)
-    right = beta * (v - own * (k @ S))
+    right = beta * (v - decayed * (k @ S))
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    o = own * (q @ S) + (q @ k.mT * since) @ u
+    o = decayed * (q @ S) + (q @ k.mT * since) @ u
     left = (total[..., -1:, :] - total).exp()
-    return own[..., -1:, :] * S + (left * k).mT @ u, o
+    return decayed[..., -1:, :] * S + (left * k).mT @ u, o
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
@@ -102,10 +107,11 @@ class PlainQwen35MoE(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E = c, c.hidden_size
+        self.config = c
+        E = c.hidden_size
         self.gate = nn.Linear(E, c.n_routed_experts, bias=False)
-        each = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
-        self.experts = nn.ModuleList(each)
+        experts = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
+        self.experts = nn.ModuleList(experts)
         if inner := c.shared_expert_intermediate_size:
             self.shared_expert = PlainMLP(E, inner)
             self.shared_expert_gate = nn.Linear(E, 1, bias=False)
