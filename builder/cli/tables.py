@@ -27,8 +27,9 @@ def print_recipes(json: bool) -> None:
     if json:
         print(dumps([recipe.model_dump() for recipe in recipes], indent=1))
         return
-    rows = [(recipe.name, recipe.summary) for recipe in recipes]
-    print_table([("model", "about"), *rows], texts=("about",))
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.summary}")
 
 
 def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) -> None:

@@ -245,7 +245,7 @@ class Checkpoint:
         # A fault of the whole checkpoint is none of its head alone.
         trunk_fault = self._find_fault(config, head=False)
         instead = explain_joining(self.folder) or offer_unnamed_head(self.folder)
-        raise CheckpointError(trunk_fault or f"{fault}\n{JOIN_A_HEAD_HINT}{instead}")
+        raise CheckpointError(trunk_fault or f"{fault}: {JOIN_A_HEAD_HINT}{instead}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""

@@ -191,4 +191,7 @@ def check_prefixes(folder: Path, manifest: Manifest) -> None:
     """Raise EngineFileError if a prefix has changed or belongs to another engine."""
     for name, file in open_prefixes(folder, manifest):
         if not file.is_whole:
-            raise EngineFileError(f"{folder / name_prefix_file(name)}: bytes changed; {COPY_AGAIN}")
+            path = folder / name_prefix_file(name)
+            raise EngineFileError(
+                f"{path} differs from what the build wrote (sha256); {COPY_AGAIN}"
+            )

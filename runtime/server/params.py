@@ -17,7 +17,6 @@ from mtpbuild.runtime.server.protocol import (
     is_refused,
 )
 
-FIELDS = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
 
 
@@ -92,7 +91,8 @@ def translate_errors(
     except MtpbuildError as error:
         message = str(error)
         setting = message.split()[0].rstrip(":")
-        if setting.partition(".")[0] in FIELDS:
+        fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
+        if setting.partition(".")[0] in fields:
             param = (names or {}).get(setting, setting)
             message = param + message.removeprefix(setting)
         raise ApiError(400, message, param) from None

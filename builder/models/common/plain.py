@@ -275,10 +275,10 @@ class PlainCausalLM(PlainLM):
         trunk = [PlainDecoderLayer(c, block(i)) for i in range(L)]
         modules = [PlainMTPModule(c, block(L + j), j) for j in range(count)]
         prefix = c.module_names.prefix
-        alone = bool(c.module_names.own_prefix)
         self.model = PlainTrunk(c, trunk if prefix else [*trunk, *modules])
-        if alone and modules:  # one module; `mtp` is a method, too
-            self._modules["mtp"] = modules[0]
+        if c.module_names.own_prefix:
+            for module in modules:  # one at most; `mtp` is a method, too
+                self._modules["mtp"] = module
         elif prefix:
             self.model.add_module(prefix.split(".")[1], nn.ModuleList(modules))
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
