@@ -88,9 +88,9 @@ def fingerprint(
     checkpoint: its `hash_files`. The result is the same on every machine, so it tells whether ranks
     that were built on different machines belong together.
     """
-    # A target may lower as another one; a family may be another package's.
-    modules = [base.__module__ for base in (*type(target).__mro__[:-1], type(plan.config))]
-    modules += plan.style.pipeline.modules
+    # Targets, passes and families may be another package's.
+    modules = [type(target).__module__, *target.uses, *plan.style.pipeline.modules]
+    modules.append(type(plan.config).__module__)
     if plan.drafter is not None:
         modules += find_drafter(plan.drafter).sources
     inputs = {

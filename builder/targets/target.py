@@ -32,6 +32,7 @@ class Target:
     name: ClassVar[str]
     # Packages that build engines; a build's fingerprint includes their versions.
     packages: ClassVar[tuple[str, ...]] = ("torch",)
+    uses: ClassVar[tuple[str, ...]] = ()  # folders of other targets whose code makes engines here
     formats: ClassVar[tuple[str, ...]] = ()  # the quantised formats that engines keep
     may_be_exact: ClassVar[bool] = False  # --exact is possible: results by tokens and weights alone
     several_ranks: ClassVar[bool] = False  # it builds with --tp, --ep, --attention-dp

@@ -34,6 +34,7 @@ class TensorRtRtx(Target):
 
     name = "tensorrt-rtx"
     packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
+    uses = ("mtpbuild.builder.targets.onnxruntime", "mtpbuild.builder.targets.tensorrt")
     gpu_attention = (Attends.LATENT,)
 
     def info(self, plan: "Plan") -> "TargetInfo":
