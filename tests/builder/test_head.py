@@ -78,7 +78,7 @@ def test_a_head_that_is_not_whole(damage: str, smallest: Path, tmp_path: Path) -
     folder = shutil.copytree(smallest, tmp_path / "partial")
     change, says = PARTIAL[damage]
     edit(folder, change)
-    hint = r"\nbuild with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that"
+    hint = r": build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that"
     with pytest.raises(CheckpointError, match=f"{says}.*{hint}"):
         opened(folder, 1, tmp_path / "n1")
     without = opened(folder, 0, tmp_path / "n0")
@@ -199,7 +199,7 @@ def test_an_absent_file_of_the_head(model: str, smallest: Path, tmp_path: Path) 
     index = {"weight_map": names, "metadata": {"total_size": 10**6}}
     (folder / INDEX).write_text(json.dumps(index))
     assert opened(folder, 0, tmp_path / "n0").config.num_nextn_predict_layers == 0
-    with pytest.raises(CheckpointError, match=r"is missing.*\nbuild with --nextn 0, or join"):
+    with pytest.raises(CheckpointError, match=r"is missing.*: build with --nextn 0, or join"):
         opened(folder, 1, tmp_path / "n1")
     save_file(head, folder / "mtp.safetensors")
     assert opened(folder, 1, tmp_path / "n1").config.num_nextn_predict_layers == 1
