@@ -135,10 +135,10 @@ def check_rates(values: object) -> tuple[float, ...]:
     """Check rates; entry i is the share of steps that accept at least the first i + 1 drafts."""
     if not isinstance(values, list | tuple) or not 1 <= len(values) <= NEXTN_LIMIT:
         raise ValueError(f"must be a list of rates, not {format_value(values)}")
-    found: Sequence[float] = [check_number(0, 1)(rate) for rate in values]
-    if any(later > earlier for earlier, later in itertools.pairwise(found)):
+    rates: Sequence[float] = [check_number(0, 1)(rate) for rate in values]
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise ValueError(f"must not increase, as in {format_value(values)}")
-    return tuple(found)
+    return tuple(rates)
 
 
 def in_range(value: int, least: int, limit: int, flag: str) -> int:
@@ -166,8 +166,8 @@ def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> 
 def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
     """Read a JSON object; raise UsageError that shows an example."""
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(value := json.loads(text), dict):
+            return value
     raise UsageError(f"{flag} {text!r:.60} is no JSON object: '{example}'")
 
 

@@ -28,17 +28,17 @@ def check_regular(path: Path, most: int | None = None) -> os.stat_result:
 
     Raises OSError if it is not a regular file or has more than `most` bytes.
     """
-    found = path.stat()
-    kind = stat.S_IFMT(found.st_mode)
+    status = path.stat()
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
         what = KINDS.get(kind, "something else")
         raise OSError(errno.EINVAL, f"{what}, not a regular file", str(path))
-    if most is not None and found.st_size > most:
-        says = f"{found.st_size:,} bytes, of which {most:,} at most are read"
+    if most is not None and status.st_size > most:
+        says = f"{status.st_size:,} bytes, of which {most:,} at most are read"
         raise OSError(errno.EFBIG, says, str(path))
-    return found
+    return status
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:

@@ -34,8 +34,8 @@ class Ranks:
     def suffix(self) -> str:
         """The suffix of an engine's name, such as `_tp8_ep2`; "" for one rank."""
         named = {"tp": self.tp, "ep": self.ep}
-        found = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
-        return found + ("_adp" if self.attention_dp else "")
+        suffix = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
+        return suffix + ("_adp" if self.attention_dp else "")
 
     def local(self, requests: int) -> int:
         """Return the number of requests on the rank with the most."""

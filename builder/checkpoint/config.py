@@ -83,8 +83,8 @@ class Reader:
         """Raise CheckpointError if a key is present with another value than the given one."""
         for key, value in supported.items():
             if self.raw.get(key) not in (None, value):
-                found = f"{key} {self.raw[key]!r}"
-                raise CheckpointError(f"{found} is not supported; supported: {value!r}")
+                value_here = f"{key} {self.raw[key]!r}"
+                raise CheckpointError(f"{value_here} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
         """Construct a `kind` from the given fields; read the others by their declared readers."""

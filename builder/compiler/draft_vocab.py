@@ -34,10 +34,10 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
     for id in ids:
         if type(id) is not int or not 0 <= id < vocab_size:
             raise UsageError(f"{FLAG} {asked}: {id!r} is not a token id below {vocab_size}")
-    found = tuple(sorted(set(ids)))
-    if not 0 < len(found) < vocab_size:
-        raise UsageError(f"{FLAG} {asked}: names {len(found)} of {vocab_size} tokens")
-    return found
+    distinct = tuple(sorted(set(ids)))
+    if not 0 < len(distinct) < vocab_size:
+        raise UsageError(f"{FLAG} {asked}: names {len(distinct)} of {vocab_size} tokens")
+    return distinct
 
 
 def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
@@ -76,8 +76,8 @@ def read_ids(path: Path) -> list[Any]:
             ids: list[Any] = torch.load(path, weights_only=True).flatten().tolist()
             return ids
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else [*map(int, text.split())]
-        return found if isinstance(found, list) else [found]
+        read = json.loads(text) if text.lstrip().startswith("[") else [*map(int, text.split())]
+        return read if isinstance(read, list) else [read]
     except OSError as error:
         raise UsageError(f"{FLAG} {path}: neither a number nor a file ({error.strerror})") from None
     except Exception as error:  # torch.load raises many kinds for files that are not its own

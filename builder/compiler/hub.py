@@ -228,8 +228,8 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
             todo = f"ask for access at {hub}/{name}, then set HF_TOKEN or run `hf auth login`"
             return DownloadError(f"{name} is gated: {todo}")
         case errors.RepositoryNotFoundError():
-            found = f"{name} is neither a folder here nor a repository of {hub}"
-            return DownloadError(f"{found} (a private one needs an HF_TOKEN that may read it)")
+            fault = f"{name} is neither a folder here nor a repository of {hub}"
+            return DownloadError(f"{fault} (a private one needs an HF_TOKEN that may read it)")
         case errors.RevisionNotFoundError():
             return DownloadError(f"{name} has no revision {revision}: name a branch, tag or commit")
         case errors.HFValidationError():

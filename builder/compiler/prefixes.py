@@ -65,8 +65,10 @@ class Beginning:
 
         if messages[-1].get("role") == "user":
             return ids()
-        found = [ids({"role": "user", "content": probe}) for probe in PROBES]
-        return found[0][: min(count_common(one, other) for one, other in pairwise(found))]
+        conversations = [ids({"role": "user", "content": probe}) for probe in PROBES]
+        return conversations[0][
+            : min(count_common(one, other) for one, other in pairwise(conversations))
+        ]
 
 
 def add_prefix(
@@ -195,12 +197,12 @@ def write_prefix(
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with the prefixes that are in the folder."""
     paths = sorted((folder / PREFIXES).glob("*.safetensors"))
-    found = {
+    files = {
         name_prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in paths
     }
     own = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
-    changed = manifest.model_copy(update={"files": dict(sorted((own | found).items()))})
+    changed = manifest.model_copy(update={"files": dict(sorted((own | files).items()))})
     (folder / MANIFEST).write_text(changed.to_json(), encoding="utf-8")
 
 

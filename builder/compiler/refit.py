@@ -164,12 +164,11 @@ def find_config_of(engine: Path, old: Manifest, mtp: Path | None) -> ModelConfig
     return load_config(engine, held) if joined else config
 
 
-def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
-    if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise UsageError(
-            f"{checkpoint} does not fit {engine}: {'; '.join(found[:SHOWN])}{more}: build it anew"
-        )
+def refuse(engine: Path, checkpoint: Path, differences: list[str]) -> None:
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        named = "; ".join(differences[:SHOWN])
+        raise UsageError(f"{checkpoint} does not fit {engine}: {named}{more}: build it anew")
 
 
 def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
@@ -179,14 +178,14 @@ def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
 
 
 def flatten_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for name, value in values.items():
-        found |= (
+        flags |= (
             flatten_settings(value, f"{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )
-    return found
+    return flags
 
 
 def list_tensor_differences(old: Path, new: Path) -> Iterator[str]:

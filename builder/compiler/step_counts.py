@@ -98,7 +98,7 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
     over that state. The memory that our kernels hold between their launches is not counted.
     """
     ranges = traced.exported.range_constraints
-    bounds = {symbol: found.upper for symbol, found in ranges.items()}
+    bounds = {symbol: bound.upper for symbol, bound in ranges.items()}
     nodes = list(traced.exported.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     states = {_find_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}

@@ -42,8 +42,8 @@ class StagedFolder:
     def resume(self, inputs: str, *, discard_parts: bool) -> None:
         """Keep the intact parts of an earlier build of the same inputs, and remove all else."""
         earlier_inputs, *lines = _read(self._journal).splitlines() or [""]
-        found = _parse(lines) if earlier_inputs == inputs and not discard_parts else []
-        self.finished = {part.name: part for part in found if self._is_intact(part)}
+        parts = _parse(lines) if earlier_inputs == inputs and not discard_parts else []
+        self.finished = {part.name: part for part in parts if self._is_intact(part)}
         lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
         self._journal.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         self.folder.mkdir(exist_ok=True)

@@ -226,8 +226,8 @@ def infer_format(
     own = find_settings_of(name, settings)
     bits, group = own.get("bits", own.get("w_bit")), find_group_size(own)
     if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
-        found = WORD * zeros.shape[1] / scales.shape[1]
-        bits = int(found) if found in WIDTHS else bits
+        width = WORD * zeros.shape[1] / scales.shape[1]
+        bits = int(width) if width in WIDTHS else bits
         inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
         said = (group, *map(find_group_size, (settings, *overrides(settings))))
         group = next((g for g in said if count_groups(inputs, g) == scales.shape[0]), group)
@@ -288,13 +288,13 @@ def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
 
     GPTQModel's begin with the name; "+:" is before them, or "-:" for modules that are left alone.
     """
-    found = list[tuple[str, re.Pattern[str]]]()
+    expressions = list[tuple[str, re.Pattern[str]]]()
     for rule in rules:
         if re.search(r"[*+?^$|()\[\]\\]", rule):
             anchored = rf"\A(?:{rule[2:]})" if rule[1:2] == ":" else rule
             with suppress(re.error):  # no pattern; names are compared whole, too
-                found.append((rule, re.compile(anchored)))
-    return found
+                expressions.append((rule, re.compile(anchored)))
+    return expressions
 
 
 def find_gptq_version(settings: Mapping[str, Any]) -> int | None:

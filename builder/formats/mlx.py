@@ -77,12 +77,12 @@ class MlxFloats(ReadFormat):
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
-        found = {
+        parts = {
             "": Entry("U32", (rows, dense(columns, self.bits))),
             SCALES: Entry("U8", (rows, columns // self.block)),
             GLOBAL: Entry("F32", ()),
         }
-        return {suffix: found[suffix] for suffix in self.suffixes}
+        return {suffix: parts[suffix] for suffix in self.suffixes}
 
     def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._as_own(parts)
@@ -131,9 +131,9 @@ def find_format(
 def _choose(name: str, settings: Mapping[str, Any], words: float) -> tuple[int, int]:
     """Return bits and group: those said of the module, else the first that the words agree with."""
     said = chain(map(settings.get, list_paths(name)), [settings], settings.values())
-    found = (each for each in map(_read_geometry, said) if each is not None)
-    first = next(found, (4, 64))
-    agreeing = (each for each in chain([first], found) if each[0] * each[1] == words * WORD)
+    geometries = (each for each in map(_read_geometry, said) if each is not None)
+    first = next(geometries, (4, 64))
+    agreeing = (each for each in chain([first], geometries) if each[0] * each[1] == words * WORD)
     return next(agreeing, first)
 
 

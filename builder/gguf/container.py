@@ -50,12 +50,12 @@ class RawTensor:
             first = expert * rows
         count, start = rows * self.row, self.offset + first * self.row
         try:
-            found = np.fromfile(self.file, np.uint8, count, offset=start)
+            blocks = np.fromfile(self.file, np.uint8, count, offset=start)
         except OSError as error:
             raise CheckpointError(f"{self.file}: can't read {self.name} ({error})") from None
-        if found.size != count:
+        if blocks.size != count:
             raise CheckpointError(f"{self.file}: ends within {self.name}; resume the download")
-        return found.reshape(rows, -1, self.size)
+        return blocks.reshape(rows, -1, self.size)
 
     def decode(self, blocks: Bytes) -> Floats:
         """Dequantise blocks [rows, blocks, bytes] to fp32 [rows, elements]."""
@@ -186,11 +186,11 @@ def read_file(path: Path) -> GgufFile:
     path = find_own_path(path)
     for shard in find_shard_paths(path):
         stat = shard.stat()
-        keys, found = _read_header(shard, stat.st_size, stat.st_mtime_ns)
+        keys, listed = _read_header(shard, stat.st_size, stat.st_mtime_ns)
         first = keys if first is None else first
-        if twice := tensors.keys() & found.keys():
+        if twice := tensors.keys() & listed.keys():
             raise CheckpointError(f"{shard}: tensor {min(twice)} is in another shard, too")
-        tensors |= found
+        tensors |= listed
     assert first is not None
     return GgufFile(path, first, tensors)
 

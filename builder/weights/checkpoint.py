@@ -294,8 +294,8 @@ class Checkpoint:
         return all(torch.equal(one, two) for one, two in pairs)
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
-        if found := sorted(names):
-            raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
+        if listed := sorted(names):
+            raise CheckpointError(f"{self.folder}: {what} {listed[0]}{more(len(listed) - 1)}")
 
     def _check_weight(self, stored: StoredTensor) -> set[str]:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
@@ -329,8 +329,8 @@ class Checkpoint:
         return set().union(*checked)
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
-        if (found := self.tensors[name].shape) != shape:
-            raise self._make_error(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
+        if (stored_shape := self.tensors[name].shape) != shape:
+            raise self._make_error(name, f"has shape {[*stored_shape]}, {why} makes it {[*shape]}")
 
 
 def choose_read_format(format: Format, held: Format) -> Format:

@@ -163,10 +163,10 @@ def _convert_batch_line(line: dict[str, Any]) -> dict[str, Any]:
     if BATCH_PROMPTS[url] not in body or "task_id" in body:
         raise ValueError(f"body: {url} has {BATCH_PROMPTS[url]}, and no task_id")
     given = {n: value for n, value in body.items() if value is not None}
-    found = {n: value for n, value in given.items() if json.dumps(value) != DONE.get(n)}
-    if isinstance(found.get("prompt"), list):
-        found["input_ids"] = found.pop("prompt")
-    return found | {"task_id": name}
+    fields = {n: value for n, value in given.items() if json.dumps(value) != DONE.get(n)}
+    if isinstance(fields.get("prompt"), list):
+        fields["input_ids"] = fields.pop("prompt")
+    return fields | {"task_id": name}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """Read vLLM's JSON object; a UsageError names a wrong key and what its value must be."""
-    found = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
-    check_synthetic_settings(found, VLLM_FLAG)
-    return found
+    settings = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
+    check_synthetic_settings(settings, VLLM_FLAG)
+    return settings
 
 
 def parse_llm_yaml(path: Path) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def parse_llm_yaml(path: Path) -> dict[str, Any]:
     A UsageError names a wrong key and what its value must be.
     """
     where = f"{YAML_FLAG} {path}"
-    found = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
-    check_synthetic_settings(found, where)
-    return found
+    settings = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
+    check_synthetic_settings(settings, where)
+    return settings
 
 
 def _read_json(text: str, where: str) -> object:

@@ -76,8 +76,8 @@ def read_sampling_settings(settings: Configuration) -> dict[str, Any]:
     Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
     """
     idle = () if settings.get(SWITCH) else RELAXED
-    found = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
-    return found | ({"acceptance": "rejection"} if "rejection_sample_method" in found else {})
+    values = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
+    return values | ({"acceptance": "rejection"} if "rejection_sample_method" in values else {})
 
 
 def read_requested_ranks(settings: Configuration) -> Ranks:

@@ -231,10 +231,12 @@ def _write_constants(
     """
     values = values or {}
     exported = traced.exported
-    found = {
+    constants = {
         name: values.get(name, value)
         for name, value in {**exported.constants, **exported.state_dict}.items()
         if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
     }
-    assert not any(isinstance(value, FakeTensor) for value in found.values()), "they have values"
-    (folder / CONSTANTS.format(traced.name)).write_bytes(save(found))
+    assert not any(isinstance(value, FakeTensor) for value in constants.values()), (
+        "they have values"
+    )
+    (folder / CONSTANTS.format(traced.name)).write_bytes(save(constants))

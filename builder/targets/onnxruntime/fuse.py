@@ -104,16 +104,16 @@ def _fuse_gate(node: ir.Node) -> bool:
     if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _find_gate(y):
         return False
     for x, gate in (node.inputs, node.inputs[::-1]):
-        found = _find_gate(gate)
+        gated = _find_gate(gate)
         if (
             x is None
             or gate is None
-            or found is None
+            or gated is None
             or _find_gate(x)
             or not _have_same_shape(x, gate)
         ):
             continue
-        z, silu = found
+        z, silu = gated
         reshape = x.producer()
         if reshape is not None and (reshape.domain, reshape.op_type) == ("", "Reshape"):
             x = reshape.inputs[0]

@@ -48,7 +48,7 @@ def _promote(interpreter: Any, node: Node) -> Any:
 def _copy_registry(opset_version: int) -> _registration.ONNXRegistry:
     """Return a registry that one export may add translations to."""
     registry = copy(_registry(opset_version))
-    registry.functions = {name: [*found] for name, found in registry.functions.items()}
+    registry.functions = {name: [*functions] for name, functions in registry.functions.items()}
     return registry
 
 
