@@ -77,15 +77,15 @@ def check_text(least: int, most: int) -> Check:
     return read
 
 
-def check_list(name: str, item: Check, most: int) -> Check:
-    """Return a check that makes a tuple of up to `most` items; a text becomes a tuple of one."""
+def check_list(name: str, item: Check, limit: int) -> Check:
+    """Return a check that makes a tuple of up to `limit` items; a text becomes a tuple of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
         if not isinstance(items, list | tuple | set | frozenset):
             raise ValueError(f"must be a list of {name}, not {format_value(values)}")
-        if len(items) > most:
-            raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
+        if len(items) > limit:
+            raise ValueError(f"must be a list of {limit} at limit, not of {len(items)}")
         try:
             return tuple(map(item, items))
         except ValueError as error:
@@ -110,14 +110,14 @@ def check_object(value: object) -> dict[str, Any]:
     raise ValueError(f"must map names to values, not {format_value(value)}")
 
 
-def check_biases(most: int) -> Check:
-    """Return a check for a map of at most `most` token ids, numbers or texts, to logit biases."""
+def check_biases(limit: int) -> Check:
+    """Return a check for a map of at limit `limit` token ids, numbers or texts, to logit biases."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
             raise ValueError(f"must map token ids to numbers, not {format_value(values)}")
-        if len(values) > most:
-            raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
+        if len(values) > limit:
+            raise ValueError(f"must be of {limit} tokens at limit, not of {len(values)}")
         return dict(read_entry(*item) for item in values.items())
 
     def read_entry(id: object, value: object) -> tuple[int, float]:

@@ -103,14 +103,14 @@ class Repository:
     def fetch_gguf_header(self, name: str, place: Path) -> None:
         """Fetch a GGUF file's header into a file of the whole file's size."""
         size, count = self.files[name].size or 0, 10 * START
-        most = min(size, MOST_BYTES)
+        limit = min(size, MOST_BYTES)
         while True:
             start = self._read_start(name, count)
             with place.open("wb") as file:
                 file.write(start)
                 file.truncate(size)
             end = find_header_end(place) if start.startswith(MAGIC) else 0
-            if count >= most or (end is not None and end <= count):
+            if count >= limit or (end is not None and end <= count):
                 return
             count *= 4
 

@@ -27,8 +27,8 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
         yield f"{len(unfit)} weights stay in {dtype}: {what}"
     if left := model.stored.left_out(model.config):
         yield f"the MTP head is left out ({left[0]}, ..): it is not whole, and no draft needs it"
-    own = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
-    for what, modules in own.items():
+    copies = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
+    for what, modules in copies.items():
         if names := ", ".join(model.config.name_module(j) for j in modules):
             yield f"the {what} stored in {names} differs from the trunk's: drafts use it"
     if count := model.stored.tower:

@@ -92,9 +92,9 @@ def add_prefix(
         raise UsageError(f"{engine}: built without a tokenizer, so a text has no token ids")
     tokens = beginning.tokens(tokenizer)
     compute = load_prefix_function(engine, manifest, threads)
-    most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
-    if not least <= len(tokens) <= most:
-        raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
+    longest, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
+    if not least <= len(tokens) <= longest:
+        raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {longest}")
     file = name_prefix_file(name)
     mode = PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode)
     with change_engine(engine, manifest.files.keys() - {file}, {file: mode}) as folder:
@@ -201,8 +201,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         name_prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in paths
     }
-    own = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
-    changed = manifest.model_copy(update={"files": dict(sorted((own | files).items()))})
+    kept = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    changed = manifest.model_copy(update={"files": dict(sorted((kept | files).items()))})
     (folder / MANIFEST).write_text(changed.to_json(), encoding="utf-8")
 
 

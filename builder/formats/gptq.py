@@ -130,9 +130,9 @@ class PackedWords(ReadFormat):
         if stored.numel() and int(stored.max()) >> self.bits:
             return "has zero points that version 1 of GPTQ can't store, so their values are unknown"
         if INDEX in parts and parts[INDEX].numel():
-            least, most = parts[INDEX].aminmax()
-            if int(least) < 0 or int(most) >= stored.shape[1]:
-                return f"has g_idx from {least} to {most} for {stored.shape[1]} groups"
+            least, largest = parts[INDEX].aminmax()
+            if int(least) < 0 or int(largest) >= stored.shape[1]:
+                return f"has g_idx from {least} to {largest} for {stored.shape[1]} groups"
         return None
 
     @property
@@ -223,8 +223,8 @@ def infer_format(
     """
     weight, none = entries[name], Entry("F16", ())
     scales, zeros = (entries.get(f"{name}{suffix}", none) for suffix in (SCALES, ZEROS))
-    own = find_settings_of(name, settings)
-    bits, group = own.get("bits", own.get("w_bit")), find_group_size(own)
+    chosen = find_settings_of(name, settings)
+    bits, group = chosen.get("bits", chosen.get("w_bit")), find_group_size(chosen)
     if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
         width = WORD * zeros.shape[1] / scales.shape[1]
         bits = int(width) if width in WIDTHS else bits
@@ -236,10 +236,10 @@ def infer_format(
         bits if bits in WIDTHS else BITS,
         group,
         scales.dtype if scales.dtype in DTYPES else "F16",
-        symmetric=bool(own.get("sym", not own.get("zero_point", True))),
+        symmetric=bool(chosen.get("sym", not chosen.get("zero_point", True))),
         less=int(find_gptq_version(settings) == 1),
         indexed=indexed,
-        ordered=not (indexed and own.get("desc_act", False)),
+        ordered=not (indexed and chosen.get("desc_act", False)),
     )
     return make_format(kind, geometry)
 

@@ -112,12 +112,12 @@ def find_unread_algorithm(settings: Mapping[str, Any]) -> str | None:
 
 def name_algorithm(settings: Mapping[str, Any], module: str) -> str:
     """Return a recipe's name for the layout of a module; a list may name a part that it is in."""
-    own, layers = settings, settings.get("quantized_layers")
+    said, layers = settings, settings.get("quantized_layers")
     if settings.get("quant_algo") == MIXED and isinstance(layers, Mapping):
         while module and module not in layers:
             module = module.rpartition(".")[0]
-        own = each if isinstance(each := layers.get(module), Mapping) else {}
-    algorithm = str(own.get("quant_algo"))
+        said = each if isinstance(each := layers.get(module), Mapping) else {}
+    algorithm = str(said.get("quant_algo"))
     names = {"NVFP4": "nvfp4", "FP8": "fp8", "W8": "int8", "W4": "int4"}
     return next((name for sign, name in names.items() if sign in algorithm), "bf16")
 

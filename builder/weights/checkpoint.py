@@ -114,8 +114,8 @@ class Checkpoint:
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
         entry = self.tensors.get(name)
-        own = None if entry is None or entry.source is None else entry.source.format
-        return own or find_stored_format(name, self.tensors, settings)
+        source_format = None if entry is None or entry.source is None else entry.source.format
+        return source_format or find_stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -182,8 +182,8 @@ class Checkpoint:
             if not entry.shape:
                 number: Tensor = stack[expert : expert + 1]
                 return number[0]
-            own: Tensor = stack[expert : expert + 1, first : first + rows]
-            return own[0]
+            part: Tensor = stack[expert : expert + 1, first : first + rows]
+            return part[0]
 
     @contextmanager
     def _open_file(self, name: str) -> Iterator[tuple[Any, FileEntry]]:

@@ -156,8 +156,8 @@ def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
         return {}
     name = name_own(name)
     experts = {
-        own: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
-        for own, part in unstack(name, entry.shape)
+        part_name: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
+        for part_name, part in unstack(name, entry.shape)
     }
     return experts or {name: entry}
 

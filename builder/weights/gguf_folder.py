@@ -85,8 +85,8 @@ def read_model(folder: Path) -> GgufFile:
     head = read_file(place)
     refuse_other(trunk, head)
     blocks = (f"blk.{head.layers + j}." for j in range(head.modules))
-    own = tuple(blocks)
-    joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(own)}
+    prefixes = tuple(blocks)
+    joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(prefixes)}
     count = {f"{trunk.architecture}.nextn_predict_layers": head.modules}
     count[f"{trunk.architecture}.block_count"] = head.layers + head.modules
     return replace(trunk, keys={**trunk.keys, **count}, tensors={**trunk.tensors, **joined})

@@ -95,13 +95,13 @@ def refuse_other_model(
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint with the modules of other files in place of its own."""
     head, family = open_head(place, config), find_family_of(config)
-    own = {
+    trunk = {
         name: entry
         for name, entry in checkpoint.tensors.items()
         if not is_module(family, config, name)
     }
     joined = {entry.file: head.settings for entry in head.tensors.values()}
-    return replace(checkpoint, tensors=own | {**head.tensors}, joined=joined)
+    return replace(checkpoint, tensors=trunk | {**head.tensors}, joined=joined)
 
 
 def open_slice(folder: Path, layers: LayersSlice | None, mtp: Path | None = None) -> Checkpoint:

@@ -190,9 +190,9 @@ def make_engine_scheme(
     return replace(SCHEMES[weights], head=head, join=join, calibration=calibration)
 
 
-def add_calibration(scheme: AnyScheme, own: bool, text: Path | None) -> AnyScheme:
+def add_calibration(scheme: AnyScheme, by_own_text: bool, text: Path | None) -> AnyScheme:
     """Return the scheme with the calibration that the flags `--calibrate*` ask for, if any."""
-    if text is None and not own:
+    if text is None and not by_own_text:
         return scheme
     flag = "--calibrate" if text is None else f"--calibration-text {text}"
     if scheme is None or "int4" not in (scheme.main, scheme.mtp, scheme.head):

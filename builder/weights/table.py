@@ -150,13 +150,13 @@ def _choose_kept_formats(
     def keep(stored: StoredTensor) -> Format | None:
         if (format := format_of(stored)) is None:
             return None
-        kept, own = format.engine_format, format.engine_format.name in style.formats
-        if style.rounds_to is None or (own and kept.offsets is None):
+        kept, supported = format.engine_format, format.engine_format.name in style.formats
+        if style.rounds_to is None or (supported and kept.offsets is None):
             return kept
         if not find_weight_role(config, stored.name):
             return None  # a router, or a delta rule's exponents
         rounded = FORMATS[style.rounds_to]
-        return kept if own else rounded if rounded.fits(stored.shape) else None
+        return kept if supported else rounded if rounded.fits(stored.shape) else None
 
     return tuple(map(keep, weight.stored))
 

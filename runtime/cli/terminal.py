@@ -183,7 +183,10 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     capabilities = manifest.capabilities.items()
     yield "capabilities", ", ".join(f"{name}: {' '.join(each)}" for name, each in capabilities)
     if build.packages:
-        yield "packages", ", ".join(f"{name} of {own}" for name, own in build.packages.items())
+        yield (
+            "packages",
+            ", ".join(f"{name} of {package}" for name, package in build.packages.items()),
+        )
     yield "built by", f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}"
     size = sum(file.size for file in manifest.files.values())
     checked = "bytes" if size <= HASH_LIMIT else "sizes"

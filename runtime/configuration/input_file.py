@@ -145,8 +145,8 @@ class InputLine(PromptLine):
             raise ValueError(f"{' and '.join(lengths)} are the same: give one")
         settings = {name: value for name, value in raw.items() if name in list_http_settings()}
         rest = {n: v for n, v in raw.items() if n not in (*settings, *LENGTHS)}
-        most = next(iter(lengths.values()), None)
-        return rest | {"output_tokens": most, "settings": settings}
+        max_tokens = next(iter(lengths.values()), None)
+        return rest | {"output_tokens": max_tokens, "settings": settings}
 
 
 def _convert_batch_line(line: dict[str, Any]) -> dict[str, Any]:

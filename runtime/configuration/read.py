@@ -126,8 +126,8 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
             yield from read_keys(value, known, name) if value is not None else ()
         elif not known.setting and not known.refused:
             for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
-                if own := known.inside.get(str(part).replace("-", "_")):
-                    yield from read_value(inner, own, f"{name}: {part}".removesuffix(": "))
+                if nested := known.inside.get(str(part).replace("-", "_")):
+                    yield from read_value(inner, nested, f"{name}: {part}".removesuffix(": "))
             yield NOTES, name, (f"{name}: no effect{known.instead and f'; {known.instead}'}",)
         else:
             yield from read_value(value, known, name)

@@ -101,10 +101,10 @@ def check_engine(settings: Configuration, build: "BuildInfo") -> None:
         wanted, has = settings.get(name), built[name]
         if wanted in (None, has) or (name == "drafter" and has is None):
             continue
-        own = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
+        other = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
         raise UsageError(
             f"the configuration asks for {name} {shorten(wanted)}, the engine was built with "
-            f"{name} {shorten(has)}: leave it out, or build {own or 'another engine'}"
+            f"{name} {shorten(has)}: leave it out, or build {other or 'another engine'}"
         )
 
 

@@ -28,18 +28,18 @@ def join_chains(model: ir.Model, traced: "TracedProgram | None" = None) -> ir.Mo
 
 def _find_runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
     """Yield runs of our operators; the others that are ready are scheduled between two runs."""
-    waiting, done, own = [*graph], set[ir.Node](), False
+    waiting, done, ours = [*graph], set[ir.Node](), False
     needs = {node: {*_find_producers(node, graph)} for node in waiting}
     while waiting:
         run = list[ir.Node]()
         for node in waiting:
-            if (node.domain == DOMAIN) is own and needs[node] <= done:
+            if (node.domain == DOMAIN) is ours and needs[node] <= done:
                 done.add(node)
                 run.append(node)
         waiting = [node for node in waiting if node not in done]
-        if own:
+        if ours:
             yield run
-        own = not own
+        ours = not ours
 
 
 def _find_producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:

@@ -170,30 +170,30 @@ def _have_same_shape(a: ir.Value, b: ir.Value) -> bool:
 def _fuse_sum(node: ir.Node) -> bool:
     if (node.domain, node.op_type) != ("", "Add") or node.outputs[0].is_graph_output():
         return False
-    for own, other in (node.inputs, node.inputs[::-1]):
-        if own is None or other is None or not _can_add(own, other):
+    for addend, other in (node.inputs, node.inputs[::-1]):
+        if addend is None or other is None or not _can_add(addend, other):
             continue
-        product = own.producer()
+        product = addend.producer()
         assert product is not None
         _set_input(product, SUM[product.op_type], other)
         node.graph.remove(product)  # move it, as the summand may be computed after it
         node.graph.insert_before(node, product)
-        node.outputs[0].replace_all_uses_with(own)
+        node.outputs[0].replace_all_uses_with(addend)
         return True
     return False
 
 
-def _can_add(own: ir.Value, other: ir.Value) -> bool:
-    """Return whether `own` is a product's result, read once, into which `other` can be fused."""
-    product = own.producer()
+def _can_add(addend: ir.Value, other: ir.Value) -> bool:
+    """Return whether `addend` is a product's result, read once, into which `other` can be fused."""
+    product = addend.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:
         return False
     index = SUM[product.op_type]
     taken = len(product.inputs) > index and product.inputs[index] is not None
-    read_once = len([*own.uses()]) == 1 and not own.is_graph_output()
-    known = own.shape is not None and None not in [*map(_read_size, own.shape)]
-    may_be_bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
-    fits = own.shape == other.shape or (may_be_bias and [*other.shape] == [own.shape[-1]])
+    read_once = len([*addend.uses()]) == 1 and not addend.is_graph_output()
+    known = addend.shape is not None and None not in [*map(_read_size, addend.shape)]
+    may_be_bias = product.op_type in BIASED and other.shape is not None and addend.shape is not None
+    fits = addend.shape == other.shape or (may_be_bias and [*other.shape] == [addend.shape[-1]])
     return read_once and not taken and known and fits
 
 

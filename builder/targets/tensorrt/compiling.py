@@ -37,11 +37,11 @@ def make_compiler_config(
         # A prompt's chunk has 1 to `prefill_chunk` tokens; optimise for full chunks.
         profile = builder.create_optimization_profile()
         for tensor in varying:
-            least, most = (
+            least, largest = (
                 tuple(chunk if size == -1 else size for size in tensor.shape)
                 for chunk in (1, plan.prefill_chunk)
             )
-            profile.set_shape(tensor.name, least, most, most)
+            profile.set_shape(tensor.name, least, largest, largest)
         config.add_optimization_profile(profile)
     return config
 

@@ -269,14 +269,14 @@ def _make_interpreter_class() -> Any:
 
 
 def _make_input(spec: TensorSpec, chunk: int) -> Any:
-    least, most = (
+    least, largest = (
         tuple(size if isinstance(size, int) else tokens for size in spec.shape)
         for tokens in (1, chunk)
     )
-    shapes = {"min_shape": least, "opt_shape": most, "max_shape": most}
+    shapes = {"min_shape": least, "opt_shape": largest, "max_shape": largest}
     fixed = not any(isinstance(size, str) for size in spec.shape)
     Input = import_module("torch_tensorrt").Input
-    return Input(dtype=getattr(torch, spec.dtype), **({"shape": most} if fixed else shapes))
+    return Input(dtype=getattr(torch, spec.dtype), **({"shape": largest} if fixed else shapes))
 
 
 @contextlib.contextmanager
