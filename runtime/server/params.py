@@ -5,7 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError, RequestError
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    MissingDependencyError,
+    RequestError,
+    UsageError,
+)
 from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
@@ -88,7 +93,7 @@ def translate_errors(
         yield
     except ContextLengthError as error:
         raise TooLongError(param or "prompt", error.limit, error.tokens) from None
-    except MtpbuildError as error:
+    except (RequestError, MissingDependencyError, UsageError) as error:
         message = str(error)
         setting = message.split()[0].rstrip(":")
         fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
