@@ -13,7 +13,7 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     StoredTensor,
     Weight,
-    make_table,
+    make_weight_table,
     product,
     stack_rows,
     vector,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def weight_table(c: GroupedConfig, share: Share) -> list[Weight]:
     """Return the table of a model whose layers are all grouped-query attention."""
     attention = partial(list_grouped_weights, c)
-    return make_table(c, attention, partial(list_feed_forward_weights, c, share))
+    return make_weight_table(c, attention, partial(list_feed_forward_weights, c, share))
 
 
 def list_grouped_weights(c: GroupedConfig, index: int, at: str, to: str) -> Iterator[Weight]:

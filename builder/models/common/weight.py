@@ -345,7 +345,7 @@ def pick_drafted_rows(c: ModelConfig) -> Transform:
     return (lambda head: head[ids]) if c.draft_ids else stack_rows
 
 
-def make_table(c: ModelConfig, attention: Layer, feed_forward: Layer) -> list[Weight]:
+def make_weight_table(c: ModelConfig, attention: Layer, feed_forward: Layer) -> list[Weight]:
     """Return a model's whole table in the order of use, from the parts of its layers."""
 
     def layer(index: int, at: str, to: str) -> Iterator[Weight]:

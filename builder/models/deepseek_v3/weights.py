@@ -12,7 +12,7 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     StoredTensor,
     Weight,
-    make_table,
+    make_weight_table,
     product,
     vector,
 )
@@ -28,7 +28,7 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
     A `StoredTensor` has the checkpoint's shape; transforms receive it already cut to the share.
     """
     attention = partial(list_latent_weights, c, share)
-    return make_table(c, attention, partial(list_feed_forward_weights, c, share))
+    return make_weight_table(c, attention, partial(list_feed_forward_weights, c, share))
 
 
 def list_latent_weights(

@@ -8,7 +8,7 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     StoredTensor,
     Weight,
-    make_table,
+    make_weight_table,
     product,
     vector,
 )
@@ -24,7 +24,7 @@ def weight_table(c: DeepseekV32Config, share: Share) -> list[Weight]:
         if c.has_indexer(index):
             yield from indexer(c, f"{at}.self_attn.indexer", f"{to}.self_attn.indexer")
 
-    return make_table(c, attention, partial(list_feed_forward_weights, c, share))
+    return make_weight_table(c, attention, partial(list_feed_forward_weights, c, share))
 
 
 def indexer(c: DeepseekV32Config, at: str, to: str) -> Iterator[Weight]:

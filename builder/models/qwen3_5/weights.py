@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.weight import (
     Share,
     StoredTensor,
     Weight,
-    make_table,
+    make_weight_table,
     mlp,
     product,
 )
@@ -34,7 +34,7 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
             return list_delta_weights(c, f"{at}.linear_attn", f"{to}.linear_attn")
         return list_grouped_weights(c, index, at, to)
 
-    table = make_table(c, attention, partial(feed_forward, c, share))
+    table = make_weight_table(c, attention, partial(feed_forward, c, share))
     return [add_one(w) if w.name.endswith("norm.weight") else w for w in table]
 
 
