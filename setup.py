@@ -1,6 +1,6 @@
 """Finds the packages, and builds the library of CPU kernels; pyproject.toml says all the rest.
 
-`bdist_wheel --plat-name` names another platform to compile for (docs/releasing.md).
+`bdist_wheel --plat-name` names another platform to compile for (docs/testing.md).
 """
 
 import platform

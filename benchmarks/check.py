@@ -17,17 +17,17 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from loop_overhead import measure
 from one.files import Workshop, on_disk
 from one.published import DRAFTING, PLAIN, PROMPT, SHORT
 from one.shapes import MOE, published
 from one.sides import WARM, decode, ours, prompt
 from rich.console import Console
 from rich.table import Table
-from script import parse_flags, run
+from script import TimedPrograms, parse_flags, run
 from serving import Server
 from serving import ours as serve_ours
 
@@ -38,7 +38,8 @@ from mtpbuild.lab.bench.bench import BenchRequest, bench
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset
 from mtpbuild.lab.measure.statistics import ALL
-from mtpbuild.runtime import Engine
+from mtpbuild.lab.measure.workbench import WORKBENCH
+from mtpbuild.runtime import Engine, SamplingParams
 
 RECORDED = Path(__file__).parent / "results" / "check.json"
 MODEL, NEXTN = "deepseek-tiny", 3
@@ -114,11 +115,25 @@ def load_seconds(engine: str, threads: int) -> float:
     return statistics.median(float(run.stdout) for run in runs)
 
 
+def time_steps(
+    engine: Engine, tokens: int, prompt: str | list[int]
+) -> tuple[list[float], list[float]]:
+    """Run one request; return each step's seconds inside the program, and between programs."""
+    timed: Any = TimedPrograms(engine._loaded.loop.programs)
+    engine._loaded.loop.programs = timed
+    stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
+    params = SamplingParams(tokens, ignore_eos=True, stop=stop)
+    list(engine.stream(prompt, params))
+    steps = timed.calls["step"]
+    between = [later - end for (_, end), (later, _) in pairwise(steps)]
+    return timed.seconds("step")[1:], between
+
+
 def host_share(engine: str, threads: int) -> float:
     """Measure the percentage of a step that is spent outside the program."""
     with Engine.load(engine, threads=threads, overlap=False, prefix_cache=False) as loaded:
-        measure(loaded, 64)
-        inside, outside, _ = measure(loaded, 256)
+        time_steps(loaded, 64, "def fibonacci(n):")
+        inside, outside = time_steps(loaded, 256, "def fibonacci(n):")
     program, host = statistics.median(inside), statistics.median(outside)
     return 100 * host / (program + host)
 
@@ -130,12 +145,14 @@ def int8_caches(threads: int) -> float:
         for caches in ("int8", "float32"):
             out, options = Path(folder) / caches, {"cache_dtype": caches}
             scheme = build_scheme("int8")
-            (built,) = build(BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options))
+            (built,) = build(
+                BuildRequest(MODEL, (0,), out=out, scheme=scheme, options=options), WORKBENCH
+            )
             loaded = Engine.load(built.folder, threads=threads, overlap=False, prefix_cache=False)
             engines.append(stack.enter_context(loaded))
         tokens, found = list(range(1, CACHED + 1)), list[float]()
         for _ in range(5):
-            narrow, wide = (measure(engine, 32, tokens)[0] for engine in engines)
+            narrow, wide = (time_steps(engine, 32, tokens)[0] for engine in engines)
             found.append(statistics.median(narrow) / statistics.median(wide))
     return statistics.median(found)
 

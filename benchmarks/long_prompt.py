@@ -56,7 +56,7 @@ class Clock:
 
 def measure(engine: Engine, prompt: list[int], users: int) -> Clock:
     clock, build = Clock(), engine.manifest.build
-    chunks = -(-len(prompt) // engine._loop._chunk_beside)
+    chunks = -(-len(prompt) // engine._loaded.loop._chunk_beside)
     steps = min((chunks + users + AFTER) * (build.nextn + 1), build.max_seq_len - USER_PROMPT)
     prompts = [[5 + user + i for i in range(USER_PROMPT)] for user in range(users)] + [prompt]
     params = [SamplingParams(steps, ignore_eos=True)] * users + [SamplingParams(1, ignore_eos=True)]

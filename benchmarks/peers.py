@@ -5,7 +5,7 @@
 
 Every peer runs in its own process. Each request goes to all of them, one after the other, in
 an order that rotates; the others sleep meanwhile. Requests are batch 1, greedy, and ignore EOS.
-Missing files (engines, quantised checkpoints, GGUF files, an ONNX export) are made first, in
+Missing files (engines, quantised checkpoints, GGUF files) are made first, in
 engines/.peers. A peer that fails is listed with its error. It writes peers.json and peers.png.
 
 tokens/s and the time per output token exclude the first token. Load is the time from the first line
@@ -26,7 +26,7 @@ from typing import Any
 from peer_process import PeerProcess
 from rich.console import Console
 from rich.table import Table
-from script import PEERS, convert, run, run_command
+from script import PEERS, convert, run
 
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
@@ -35,6 +35,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset, load_groups
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")
@@ -96,21 +97,11 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
         make = partial(convert, checkpoint, path, kind)
         return Peer(f"llama.cpp {kind.upper()}", weights, (*command, str(CONTEXT)), make)
 
-    def plain() -> Peer:
-        path = FOLDER / "plain.onnx"
-
-        def make() -> None:
-            if not path.exists():
-                run_command([python, str(HERE / "plain_export.py"), str(checkpoint), str(path)])
-
-        command = (python, str(HERE / "plain_onnx.py"), str(path), count)
-        return Peer("onnxruntime plain export", "fp32", command, make)
-
     def ours(nextn: int, weights: str) -> Peer:
         out = FOLDER / f"{weights}_n{nextn}"
 
         def make() -> None:
-            build(BuildRequest(quantised(model, weights), (nextn,), out=out))
+            build(BuildRequest(quantised(model, weights), (nextn,), out=out), WORKBENCH)
 
         command = (python, str(HERE / "ours.py"), str(out), count)
         return Peer(f"mtpbuild nextn {nextn}", weights, command, make)
@@ -125,7 +116,6 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
         *([] if quick else [hugging_face("compile")]),
         llama_cpp("f32"),
         llama_cpp("q8_0"),
-        plain(),
         *(ours(n, "fp32") for n in fp32),
         *integers,
     ]
@@ -138,7 +128,7 @@ def quantised(model: str, weights: str) -> str:
     out = FOLDER / f"checkpoint-{weights}"
     if not out.exists():
         scheme = make_scheme(weights, None, None)
-        quantize(QuantizeRequest(model, scheme, out), lambda stage: None)
+        quantize(QuantizeRequest(model, scheme, out), WORKBENCH)
     return str(out)
 
 
@@ -235,7 +225,6 @@ def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
         (drafting, f32),
         (plain, (REFERENCE, "fp32")),
         (drafting, ("transformers mtp", "fp32")),
-        (plain, ("onnxruntime plain export", "fp32")),
         (("mtpbuild nextn 3", "int8"), q8),
         (("mtpbuild nextn 0", "int8"), q8),
     ]
@@ -294,7 +283,7 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     each, output = (3, 96) if arguments.quick else (10, 256)
     each, output = arguments.requests or each, arguments.output_len or output
-    build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"))
+    build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"), WORKBENCH)
     with Engine.load(FOLDER / "fp32_n0", prefix_cache=False) as engine:
         groups = load_groups(Dataset(num_requests=2 * each, output_len=output), engine, 1)
     asked = [prompt for group in groups for prompt in group]

@@ -38,6 +38,7 @@ from mtpbuild.lab.eval.problems import GradedAnswer, answer_problems, load_probl
 from mtpbuild.lab.eval.report import make_rows
 from mtpbuild.lab.measure.runs import STRICT
 from mtpbuild.lab.measure.statistics import ALL
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
@@ -151,13 +152,13 @@ def write_checkpoint(name: str, source: Path, work: Path) -> Path:
     if name == SOURCE:
         return source
     if not checkpoint.exists():
-        quantize(QuantizeRequest(str(source), VARIANTS[name], checkpoint))
+        quantize(QuantizeRequest(str(source), VARIANTS[name], checkpoint), WORKBENCH)
     return checkpoint
 
 
 def compare(source: Path, work: Path, threads: int | None) -> Compared:
     """Let the fp32 engine answer, and read the unquantised model's distributions."""
-    (built,) = build(BuildRequest(str(source), nextn=(0,), out=work / "bf16_n0"))
+    (built,) = build(BuildRequest(str(source), nextn=(0,), out=work / "bf16_n0"), WORKBENCH)
     with Engine.load(built.folder, threads=threads, prefix_cache=False) as engine:
         prompts = load_both(engine, TEXTS, ANSWER)
         params = SamplingParams(max_tokens=ANSWER)
@@ -169,7 +170,7 @@ def engine_row(name: str, source: Path, work: Path, a: argparse.Namespace) -> li
     """Build a row's engine and let it answer the built-in problems greedily."""
     checkpoint = write_checkpoint(name, source, work)
     out = work / f"{checkpoint.name}_{a.target}_n{a.nextn}"
-    build(BuildRequest(str(checkpoint), nextn=(a.nextn,), out=out, target=a.target))
+    build(BuildRequest(str(checkpoint), nextn=(a.nextn,), out=out, target=a.target), WORKBENCH)
     with Engine.load(out, threads=a.threads, prefix_cache=False) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), a.problems)
         answered: list[GradedAnswer] = answer_problems(engine, asked, {"strict": STRICT})["strict"]

@@ -61,8 +61,8 @@ class TimedPrograms:
     """A wrapper of programs that records the beginning and end of their calls, in seconds."""
 
     def __init__(self, programs: Any) -> None:
-        wrapped = isinstance(programs, TimedPrograms)
-        self.programs: Any = programs.programs if wrapped else programs
+        timed_already = isinstance(programs, TimedPrograms)
+        self.programs: Any = programs.programs if timed_already else programs
         self.calls: dict[str, list[tuple[float, float]]] = {"prefill": [], "step": []}
 
     def __getattr__(self, name: str) -> Any:

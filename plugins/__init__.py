@@ -81,7 +81,8 @@ def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
 def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
     """Import and return the function for an entry of a table."""
     reference = op._init_fn
-    name, folder = op._qualname.rpartition("::")[2], reference.__module__.rpartition(".")[0]
+    name = op._qualname.rpartition("::")[2]
+    folder = reference.__module__.rpartition(".")[0]
     if file == "plugins":
         from mtpbuild.plugins.aot import as_plugins
 

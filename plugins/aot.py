@@ -32,13 +32,13 @@ def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
     """
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-        given, form = tree_flatten(args)  # operands may be lists
-        operands = [_make_stand_in(arg) for arg in given]
+        flat_args, form = tree_flatten(args)  # operands may be lists
+        operands = [_make_stand_in(arg) for arg in flat_args]
         planned = launches(*tree_unflatten(operands, form))
         read = {id(tensor) for launch in planned.each for tensor in launch.inputs}
         added = {  # id of a launch's tensor -> the network's tensor
             id(operand): _find_operand(ctx, arg, f"{name}_{i}")
-            for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
+            for i, (arg, operand) in enumerate(zip(flat_args, operands, strict=True))
             if isinstance(operand, Tensor) and id(operand) in read
         }
         for launch in planned.each:
@@ -82,10 +82,10 @@ def _find_operand(ctx: Any, arg: Any, name: str) -> Any:
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
         return ctx.constants.operand(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
-    given = utils.get_trt_tensor(ctx, arg, name)
-    if given.dtype.name == "BOOL":
-        given = ctx.net.add_cast(given, trt.int32).get_output(0)
-    return given
+    tensor = utils.get_trt_tensor(ctx, arg, name)
+    if tensor.dtype.name == "BOOL":
+        tensor = ctx.net.add_cast(tensor, trt.int32).get_output(0)
+    return tensor
 
 
 def plugin(launch: Launch) -> Any:
@@ -135,9 +135,10 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
 
 
 def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> None:
-    place, given = Parameter.POSITIONAL_OR_KEYWORD, tuple.__class_getitem__(results)
+    place = Parameter.POSITIONAL_OR_KEYWORD
     parameters = [Parameter(name, place, annotation=kind) for name, kind in operands.items()]
-    function.__signature__ = Signature(parameters, return_annotation=given)
+    returns = tuple.__class_getitem__(results)
+    function.__signature__ = Signature(parameters, return_annotation=returns)
 
 
 def _name_inputs(launch: Launch) -> dict[str, Tensor]:

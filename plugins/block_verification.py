@@ -30,7 +30,8 @@ def verify_block(
     offered = draft_probs.gather(-1, drafts)[..., 0].clamp(min=torch.finfo(p.dtype).tiny)
     valid = real & (drafts[..., 0] == window[:, 1:])
     ratio = torch.where(valid, wanted / offered, 0.0)
-    weights, weight = [], torch.ones_like(ratio[:, 0])
+    weights = []
+    weight = torch.ones_like(ratio[:, 0])
     for j in range(K):
         weights.append(weight)  # c_j, of the j drafts before row j
         weight = (weight * ratio[:, j]).clamp(max=1)

@@ -22,7 +22,7 @@ def when(
     tensors, form = tree_flatten(operands)
 
     def flat(branch: Branch) -> Branch:
-        return lambda *given: branch(*tree_unflatten(given, form))
+        return lambda *values: branch(*tree_unflatten(values, form))
 
     # torch.cond would let Dynamo search both branches for captured tensors. There are none, and the
     # search takes longer than tracing.

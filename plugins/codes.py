@@ -107,8 +107,8 @@ def wheels_assembler() -> Path | None:
     """Return the path of `ptxas` in NVIDIA's wheel nvidia-cuda-nvcc, if it is installed."""
     nvidia = find_spec("nvidia")
     folders = (nvidia and nvidia.submodule_search_locations) or ()
-    found = (path for folder in folders for path in Path(folder).glob("cu*/bin/ptxas"))
-    return next(found, None)
+    assemblers = (path for folder in folders for path in Path(folder).glob("cu*/bin/ptxas"))
+    return next(assemblers, None)
 
 
 def use_assembler(path: Path | None) -> None:

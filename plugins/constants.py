@@ -20,7 +20,8 @@ class Constants:
     """
 
     def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
-        self.network, self._shared = network, shared or {}
+        self.network = network
+        self._shared = shared or {}
         self.given: dict[str, Any] = {}  # inputs by the weight's name
         self.by_layer: dict[str, Tensor] = {}  # constants by layer name; a layer can't return them
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
@@ -35,7 +36,8 @@ class Constants:
 
         key = tensor.data_ptr(), tensor.shape, dtype
         if key not in self._tensors:
-            shape, values = [*tensor.shape], 2 if dtype == trt.fp4 else 1
+            shape = [*tensor.shape]
+            values = 2 if dtype == trt.fp4 else 1
             if shape:
                 shape[-1] *= values
             weights = trt.Weights(dtype, tensor.data_ptr(), values * tensor.numel())

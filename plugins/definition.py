@@ -37,16 +37,16 @@ class KeptOps:
     """The names of the ops that traced graphs keep; None: of all ops."""
 
     names: Container[str] | None = None
-    fixed_sizes: bool = False  # kernels become TensorRT plugins, which take no symbolic sizes
+    padded_tokens: int | None = None  # tokens of a kernel that takes no symbolic number of them
 
 
 KEPT = ContextVar("KEPT", default=KeptOps())  # noqa: B039  # it is frozen
 
 
 @contextmanager
-def keep(names: Container[str], *, fixed_sizes: bool = False) -> Iterator[None]:
+def keep(names: Container[str], *, padded_tokens: int | None = None) -> Iterator[None]:
     """Make graphs that are traced inside the `with` block keep only the ops of these names."""
-    token = KEPT.set(KeptOps(names, fixed_sizes))
+    token = KEPT.set(KeptOps(names, padded_tokens))
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """Cache rows in int8: all values, then an fp16 scale for each block of at most 32 of them.
 
-A row has sections, such as a latent and a rotary key; no block has values of two sections.
+A row has sections, such as a latent and a rotary key; no block has values of two sections. In a row
+with a number that is not finite all values are NO_VALUE and all scales NaN.
 """
 
 from collections.abc import Sequence
@@ -8,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mtpbuild.runtime.contract.programs import NO_VALUE
+
 BLOCK = 32
 MOST = 127
-NO_VALUE = -128  # all values of a row with a number that is not finite; its scales are NaN
 
 
 def round_rows(rows: Tensor, sections: Sequence[int]) -> Tensor:

@@ -56,9 +56,9 @@ class Launch:
             if name.isupper()
         }
         names = [name for name in kernel.arg_names if name not in constants]
-        given = [known[name] for name in names[: len(names) - len(outputs)]]
-        inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
-        sizes = tuple(given[len(inputs) :])
+        arguments = [known[name] for name in names[: len(names) - len(outputs)]]
+        inputs = tuple(value for value in arguments if value is None or isinstance(value, Tensor))
+        sizes = tuple(arguments[len(inputs) :])
         return cls(kernel, grid, inputs, sizes, outputs, constants, **how)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -114,8 +114,8 @@ def by_kernels(
         form = signature(op._init_fn)
         form = form.replace(return_annotation=returns or form.return_annotation)
         function.__signature__ = form
-        own = f"mtpbuild_triton::{name or op._qualname.rpartition('::')[2]}"
-        return torch.library.triton_op(own, function, mutates_args=set(writes) or ())
+        triton_name = f"mtpbuild_triton::{name or op._qualname.rpartition('::')[2]}"
+        return torch.library.triton_op(triton_name, function, mutates_args=set(writes) or ())
 
     return register
 

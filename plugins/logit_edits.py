@@ -41,8 +41,8 @@ def _apply_controls(
 def _ban_and_penalise(
     logits: Tensor, at: Tensor, window: Tensor, edits: Controls, history: Tensor
 ) -> tuple[Tensor, ...]:
-    left, lengths = without_banned(logits, at, edits), at[:, 0] - 1
-    return (apply_penalties(left, history, lengths, (window,), edits),)
+    left = without_banned(logits, at, edits)
+    return (apply_penalties(left, history, at[:, 0] - 1, (window,), edits),)
 
 
 def without_banned(logits: Tensor, at: Tensor, controls: Controls) -> Tensor:

@@ -25,9 +25,11 @@ def declare_operator(
         name,
         domain,
         1,
-        inputs=[parameter(each, f"{each}_type", param_option=optional) for each in operands],
-        outputs=[parameter(each, f"{each}_type") for each in results],
-        type_constraints=[(f"{each}_type", TENSORS, "") for each in (*operands, *results)],
+        inputs=[
+            parameter(operand, f"{operand}_type", param_option=optional) for operand in operands
+        ],
+        outputs=[parameter(operand, f"{operand}_type") for operand in results],
+        type_constraints=[(f"{operand}_type", TENSORS, "") for operand in (*operands, *results)],
         attributes=[
             OpSchema.Attribute(key, ATTRIBUTES[type(value)]) for key, value in attributes.items()
         ],

@@ -67,7 +67,8 @@ def _seen(
     # Tokens after `lengths` are left over from drafts or an earlier request.
     valid = place < lengths[:, None]
     emitted = valid & (place >= prompt_length[:, None])
-    ids, zeros = history.clamp(0, V - 1), torch.zeros_like(logits[:, 0])
+    ids = history.clamp(0, V - 1)
+    zeros = torch.zeros_like(logits[:, 0])
     every = zeros.scatter_add(1, ids, valid.to(zeros.dtype))
     output = zeros.scatter_add(1, ids, emitted.to(zeros.dtype))
     vocabulary = torch.arange(V, device=history.device)

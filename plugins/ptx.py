@@ -102,17 +102,19 @@ def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
     """Return each parameter's Triton type, "constexpr" for constants, and the constants' values."""
     values = (*launch.inputs, *launch.sizes, *launch.outputs)
     names = launch.kernel.arg_names
-    given = dict(zip(names, values, strict=False)) | dict(launch.constants)
-    assert len(given) == len(names) == len(values) + len(launch.constants), "its arguments"
+    arguments = dict(zip(names, values, strict=False)) | dict(launch.constants)
+    assert len(arguments) == len(names) == len(values) + len(launch.constants), "its arguments"
     signature = {}
     for name in names:
-        value = given[name]
+        value = arguments[name]
         if isinstance(value, Tensor):
             signature[name] = "*" + TYPES[value.dtype][0]
         else:
             constant = value is None or name in launch.constants
             signature[name] = "constexpr" if constant else "i32"
-    return signature, {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
+    return signature, {
+        name: arguments[name] for name, kind in signature.items() if kind == "constexpr"
+    }
 
 
 def _remove_scratch(text: str, name: str, shared: int) -> Ptx:

@@ -56,10 +56,10 @@ def product_with_weight(
     total = tl.zeros((rows.shape[0], BLOCK_N), tl.float32)
     for first in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)
-        given = x + (rows // EACH)[:, None] * DEPTH + k[None, :]
-        given = tl.load(given, (rows < count)[:, None] & (k < DEPTH)[None, :], 0.0)
+        pointers = x + (rows // EACH)[:, None] * DEPTH + k[None, :]
+        tile = tl.load(pointers, (rows < count)[:, None] & (k < DEPTH)[None, :], 0.0)
         total = _tile_product(
-            total, given, values, scales, scales_2, expert, first, n,
+            total, tile, values, scales, scales_2, expert, first, n,
             DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     if scales_2 is not None:
@@ -74,24 +74,24 @@ def product_with_weight(
 
 @triton.jit
 def _tile_product(
-    total, given, values, scales, scales_2, expert, begin, n,
+    total, tile, values, scales, scales_2, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Add to `total` the product of rows with a weight's tile, from input `begin` and column n on.
 
-    given: the rows' inputs for that tile. `product_with_weight` multiplies the sum of all tiles by
+    tile: the rows' inputs for that tile. `product_with_weight` multiplies the sum of all tiles by
     the factors that are left out here.
     """
     if scales is not None and WORDS:
         if scales_2 is None:
             total += _fp8_words(
-                given, values, scales, expert, begin, n,
+                tile, values, scales, expert, begin, n,
                 DEPTH, WIDTH, BLOCK, ASSEMBLY, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             total = _nvfp4_words(
-                total, given, values, scales, scales_2, expert, begin, n,
+                total, tile, values, scales, scales_2, expert, begin, n,
                 DEPTH, WIDTH, BY_INPUT, ASSEMBLY, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
@@ -118,15 +118,15 @@ def _tile_product(
                 if BY_INPUT:
                     weight *= tl.load(scales_2 + k // BLOCK, deep, 0.0)[:, None]
         if scales is None:
-            given = given.to(weight.dtype)
+            tile = tile.to(weight.dtype)
         # Of fp32 the tensor cores multiply three parts, which is as exact and faster.
-        total += tl.dot(given, weight.to(given.dtype), input_precision="tf32x3")
+        total += tl.dot(tile, weight.to(tile.dtype), input_precision="tf32x3")
     return total
 
 
 @triton.jit
 def _fp8_words(
-    given, values, scales, expert, begin, n,
+    tile, values, scales, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -135,14 +135,14 @@ def _fp8_words(
     of = values.to(tl.pointer_type(tl.int32)) + k[:, None] * (WIDTH // 4) + word[None, :]
     words = tl.load(of, (word < WIDTH // 4)[None, :], 0)
     a, b, c, d = e4m3_of_words(words, ASSEMBLY)
-    part = _side_by_side(tl.dot(given, a), tl.dot(given, b), tl.dot(given, c), tl.dot(given, d))
+    part = _side_by_side(tl.dot(tile, a), tl.dot(tile, b), tl.dot(tile, c), tl.dot(tile, d))
     of_all = scales + (expert * (DEPTH // BLOCK) + begin // BLOCK) * WIDTH + columns
     return part * tl.load(of_all, columns < WIDTH, 0.0)[None, :]
 
 
 @triton.jit
 def _nvfp4_words(
-    total, given, values, scales, scales_2, expert, begin, n,
+    total, tile, values, scales, scales_2, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BY_INPUT: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -172,12 +172,12 @@ def _nvfp4_words(
     a, b, c, d = e2m1_of_words(words, a, b, c, d, ASSEMBLY)
     if BY_INPUT:
         k = begin + tl.arange(0, BLOCK_K)
-        given = (given * tl.load(scales_2 + k // 16, k < DEPTH, 0.0)[None, :]).to(given.dtype)
+        tile = (tile * tl.load(scales_2 + k // 16, k < DEPTH, 0.0)[None, :]).to(tile.dtype)
     sums_a, sums_b, sums_c, sums_d = _apart(total)
-    sums_a = tl.dot(given, _one_below_the_other(a), sums_a)
-    sums_b = tl.dot(given, _one_below_the_other(b), sums_b)
-    sums_c = tl.dot(given, _one_below_the_other(c), sums_c)
-    sums_d = tl.dot(given, _one_below_the_other(d), sums_d)
+    sums_a = tl.dot(tile, _one_below_the_other(a), sums_a)
+    sums_b = tl.dot(tile, _one_below_the_other(b), sums_b)
+    sums_c = tl.dot(tile, _one_below_the_other(c), sums_c)
+    sums_d = tl.dot(tile, _one_below_the_other(d), sums_d)
     return _side_by_side(sums_a, sums_b, sums_c, sums_d)
 
 
@@ -222,10 +222,11 @@ def choose_tiles(
     memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
     programs = PROGRAMS
-    width, packed = values.shape[-1], 1 if scales_2 is None else 2
-    depth = values.shape[-2] * packed
+    width = values.shape[-1]
+    depth = values.shape[-2] * (1 if scales_2 is None else 2)
     block = depth if scales is None else depth // scales.shape[-2]
-    in_bf16, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
+    in_bf16 = x.dtype == torch.bfloat16
+    words = width % 4 == 0 and scales is not None
     together = min(block & -block, 128)  # inputs with the same fp8 scale
     if in_bf16 and words and scales_2 is not None and is_hopper(x.device):
         wide, deep, stages = 128, 64, 4
@@ -257,7 +258,8 @@ def count_splits(programs: int, depth: int, constants: Mapping[str, Any]) -> int
 
     Each split has one or more whole tiles. programs: of one split. constants: of `choose_tiles`.
     """
-    tiles, wanted = cdiv(depth, constants["BLOCK_K"]), constants["PROGRAMS"]
+    tiles = cdiv(depth, constants["BLOCK_K"])
+    wanted = constants["PROGRAMS"]
     if constants["STAGES"] > 3 and JOINED * programs >= NEARLY * MULTIPROCESSORS:
         wanted = min(wanted, JOINED * programs)
     least = PLAIN_SPLIT_INPUTS if constants["BLOCK"] == depth else SPLIT_INPUTS

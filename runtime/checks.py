@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -77,15 +77,15 @@ def check_text(least: int, most: int) -> Check:
     return read
 
 
-def check_list(name: str, item: Check, most: int) -> Check:
-    """Return a check that makes a tuple of up to `most` items; a text becomes a tuple of one."""
+def check_list(name: str, item: Check, limit: int) -> Check:
+    """Return a check that makes a tuple of up to `limit` items; a text becomes a tuple of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
         if not isinstance(items, list | tuple | set | frozenset):
             raise ValueError(f"must be a list of {name}, not {format_value(values)}")
-        if len(items) > most:
-            raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
+        if len(items) > limit:
+            raise ValueError(f"must be a list of {limit} at limit, not of {len(items)}")
         try:
             return tuple(map(item, items))
         except ValueError as error:
@@ -110,14 +110,14 @@ def check_object(value: object) -> dict[str, Any]:
     raise ValueError(f"must map names to values, not {format_value(value)}")
 
 
-def check_biases(most: int) -> Check:
-    """Return a check for a map of at most `most` token ids, numbers or texts, to logit biases."""
+def check_biases(limit: int) -> Check:
+    """Return a check for a map of at limit `limit` token ids, numbers or texts, to logit biases."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
             raise ValueError(f"must map token ids to numbers, not {format_value(values)}")
-        if len(values) > most:
-            raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
+        if len(values) > limit:
+            raise ValueError(f"must be of {limit} tokens at limit, not of {len(values)}")
         return dict(read_entry(*item) for item in values.items())
 
     def read_entry(id: object, value: object) -> tuple[int, float]:
@@ -135,10 +135,24 @@ def check_rates(values: object) -> tuple[float, ...]:
     """Check rates; entry i is the share of steps that accept at least the first i + 1 drafts."""
     if not isinstance(values, list | tuple) or not 1 <= len(values) <= NEXTN_LIMIT:
         raise ValueError(f"must be a list of rates, not {format_value(values)}")
-    found: Sequence[float] = [check_number(0, 1)(rate) for rate in values]
-    if any(later > earlier for earlier, later in itertools.pairwise(found)):
+    rates: Sequence[float] = [check_number(0, 1)(rate) for rate in values]
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
         raise ValueError(f"must not increase, as in {format_value(values)}")
-    return tuple(found)
+    return tuple(rates)
+
+
+def in_range(value: int, least: int, limit: int, flag: str) -> int:
+    """Return the value; raise UsageError, which names the flag, if it is out of range."""
+    if not least <= value <= limit:
+        raise UsageError(f"{flag} {value} is outside {least}..{limit}")
+    return value
+
+
+def check_one_of(value: str, choices: Collection[str], flag: str) -> str:
+    """Return the value; raise UsageError, which names the flag, if it is none of the choices."""
+    if value not in choices:
+        raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
+    return value
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:
@@ -152,8 +166,8 @@ def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> 
 def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
     """Read a JSON object; raise UsageError that shows an example."""
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), dict):
-            return found
+        if isinstance(value := json.loads(text), dict):
+            return value
     raise UsageError(f"{flag} {text!r:.60} is no JSON object: '{example}'")
 
 

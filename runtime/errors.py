@@ -11,14 +11,15 @@ MtpbuildError
 │   ├── MissingWeightsError  a model whose weights are not on this machine
 │   └── DownloadError        a repository that can't be fetched
 ├── BuildError               the build can't be done or was stopped
-└── EngineError              an engine directory that can't be run
+├── MissingDependencyError   packages that are not installed
+└── EngineError              an engine that can't be loaded, or failed
     ├── EngineFormatError    engine.json missing, damaged or of another format version
     ├── EngineFileError      a file that is missing, foreign or changed
-    ├── MissingDependencyError   a package group that is not installed
-    ├── StepError                a program's own run raised: all requests end, the engine may go on
-    ├── NotFiniteError           a request whose logits were NaN or infinite; others go on
-    ├── RequestFailedError       a request that the host's own code failed at; others go on
-    └── RankError            another rank of the engine died or hung
+    └── RunError             a failure of a loaded engine
+        ├── StepError            a program's own run raised: all requests end, the engine may go on
+        ├── NotFiniteError       a request whose logits were NaN or infinite; others go on
+        ├── RequestFailedError   a request that the host's own code failed at; others go on
+        └── RankError            another rank of the engine died or hung
 """
 
 import contextlib
@@ -31,9 +32,14 @@ def take_first_line(error: BaseException) -> str:
     return line.encode("utf-8", "backslashreplace").decode()
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks."""
+    return " ".join(str(error).split("\n"))
+
+
 def advise_install(extras: str) -> str:
     """Return advice to install extras, such as `cpu,serve`; mtpbuild is on no package index."""
-    return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
+    return f"pip install '.[{extras}]' (in a clone) or pip install 'WHEEL[{extras}]'"
 
 
 class MtpbuildError(Exception):
@@ -93,8 +99,12 @@ class BuildError(MtpbuildError):
     """A build that cannot be done or was stopped."""
 
 
+class MissingDependencyError(MtpbuildError):
+    """Packages that are needed and not installed."""
+
+
 class EngineError(MtpbuildError):
-    """An engine directory that cannot be run."""
+    """An engine that cannot be loaded, or that failed."""
 
 
 class EngineFormatError(EngineError):
@@ -105,31 +115,40 @@ class EngineFileError(EngineError):
     """A file of the engine that is missing, foreign or changed."""
 
 
-class MissingDependencyError(EngineError):
-    """A package group that this engine needs and that is not installed."""
+class RunError(EngineError):
+    """A failure of a loaded engine."""
 
 
 @contextlib.contextmanager
-def advise_needing(what: str, extras: str) -> Iterator[None]:
-    """Turn an ImportError in the block into advice to install extras; what: `the flag needs`."""
+def explain_missing_package(
+    user: str, extras: str = "", *packages: str, install: str = ""
+) -> Iterator[None]:
+    """Turn an ImportError in the block into advice on what to install.
+
+    user: what needs the package, such as a flag. extras: of mtpbuild, which have the package.
+    packages: the ones that may be missing; by default any. install: the advice, in place of extras;
+    without either the ImportError stays as it is.
+    """
     try:
         yield
     except ImportError as error:
-        missing = f"{what} {error.name or error}: {advise_install(extras)}"
-        raise MissingDependencyError(missing) from None
+        advice = install or (extras and advise_install(extras))
+        if not advice or (packages and (error.name or "").partition(".")[0] not in packages):
+            raise
+        raise MissingDependencyError(f"{user} needs {error.name or error}: {advice}") from None
 
 
-class StepError(EngineError):
+class StepError(RunError):
     """An exception from a program's own run; all requests end with it."""
 
 
-class NotFiniteError(EngineError):
+class NotFiniteError(RunError):
     """Logits of a request that are NaN or infinite; other requests go on."""
 
 
-class RequestFailedError(EngineError):
+class RequestFailedError(RunError):
     """An exception from the host's own code for one request; other requests go on."""
 
 
-class RankError(EngineError):
+class RankError(RunError):
     """Another of the processes that share the engine died, hung or disagrees."""

@@ -23,34 +23,34 @@ KINDS = {
 }
 
 
-def check_regular(path: Path, most: int | None = None) -> os.stat_result:
+def check_regular(path: Path, limit: int | None = None) -> os.stat_result:
     """Return the status of a file, or of a link's target.
 
-    Raises OSError if it is not a regular file or has more than `most` bytes.
+    Raises OSError if it is not a regular file or has more than `limit` bytes.
     """
-    found = path.stat()
-    kind = stat.S_IFMT(found.st_mode)
+    status = path.stat()
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
         what = KINDS.get(kind, "something else")
         raise OSError(errno.EINVAL, f"{what}, not a regular file", str(path))
-    if most is not None and found.st_size > most:
-        says = f"{found.st_size:,} bytes, of which {most:,} at most are read"
+    if limit is not None and status.st_size > limit:
+        says = f"{status.st_size:,} bytes, of which {limit:,} at limit are read"
         raise OSError(errno.EFBIG, says, str(path))
-    return found
+    return status
 
 
-def read_text(path: Path, most: int = MOST_TEXT) -> str:
+def read_text(path: Path, limit: int = MOST_TEXT) -> str:
     """Return a UTF-8 text with unchanged line ends, but without a byte order mark."""
-    size = check_regular(path, most).st_size
+    size = check_regular(path, limit).st_size
     with path.open("rb") as file:
         return file.read(size).decode("utf-8-sig")
 
 
-def read_json(path: Path, most: int = MOST_TEXT) -> Any:
+def read_json(path: Path, limit: int = MOST_TEXT) -> Any:
     try:
-        return json.loads(read_text(path, most))
+        return json.loads(read_text(path, limit))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

@@ -35,7 +35,7 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
     text = read_or_empty(root / "proc/meminfo")
     sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
     groups = [
-        found for group in _find_groups(root, "memory") for found in _read_group_memory(group)
+        reading for group in _find_groups(root, "memory") for reading in _read_group_memory(group)
     ]
     memory = [limit for limit, _ in groups] + [sizes[key] for key in ("MemTotal",) if key in sizes]
     free = [max(0, limit - used) for limit, used in groups]
@@ -47,10 +47,10 @@ def measure_limits(root: Path = SYSTEM, usable: Collection[int] | None = None) -
 
 def read_cpu_name() -> str:
     """Find the processor's name, in /proc/cpuinfo or by Python's `platform`."""
-    if found := re.search(
+    if match := re.search(
         r"^model name\s*:(.*)", read_or_empty(SYSTEM / "proc/cpuinfo"), re.MULTILINE
     ):
-        return found[1].strip()
+        return match[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -92,8 +92,8 @@ def _read_quota(group: Path) -> float:
     """Return the number of processors whose time a group may use; infinity: no limit."""
     old = (read_or_empty(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
     for text in (read_or_empty(group / "cpu.max"), " ".join(old)):
-        if found := re.fullmatch(r"(\d+) ([1-9]\d*)\s*", text):  # else "max" or -1
-            return math.ceil(int(found[1]) / int(found[2]))
+        if match := re.fullmatch(r"(\d+) ([1-9]\d*)\s*", text):  # else "max" or -1
+            return math.ceil(int(match[1]) / int(match[2]))
     return math.inf
 
 

@@ -34,8 +34,8 @@ class Ranks:
     def suffix(self) -> str:
         """The suffix of an engine's name, such as `_tp8_ep2`; "" for one rank."""
         named = {"tp": self.tp, "ep": self.ep}
-        found = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
-        return found + ("_adp" if self.attention_dp else "")
+        suffix = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
+        return suffix + ("_adp" if self.attention_dp else "")
 
     def local(self, requests: int) -> int:
         """Return the number of requests on the rank with the most."""
@@ -46,8 +46,8 @@ class Ranks:
         for flag, value in (("--tp", self.tp), ("--ep", self.ep)):
             if not 1 <= value <= MAX_RANKS:
                 raise UsageError(f"{flag} {value} is outside 1..{MAX_RANKS}")
-        most = max(experts, 1)
-        good = [n for n in range(1, self.tp + 1) if self.tp % n == 0 and most % n == 0]
+        count = max(experts, 1)
+        good = [n for n in range(1, self.tp + 1) if self.tp % n == 0 and count % n == 0]
         if self.ep not in good:
             raise UsageError(
                 f"--ep {self.ep} does not divide both --tp {self.tp} and the {experts} routed "
@@ -56,9 +56,9 @@ class Ranks:
         if self.attention_dp and self.tp == 1:
             raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
 
-    def others(self, most: int = MAX_RANKS) -> list["Ranks"]:
-        """Return the same split for every tp up to `most` that ep divides."""
-        return [replace(self, tp=n) for n in range(self.ep, most + 1, self.ep)]
+    def others(self, max_ranks: int = MAX_RANKS) -> list["Ranks"]:
+        """Return the same split for every tp up to `max_ranks` that ep divides."""
+        return [replace(self, tp=n) for n in range(self.ep, max_ranks + 1, self.ep)]
 
 
 ALONE = Ranks()

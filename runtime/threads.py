@@ -9,14 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from mtpbuild.runtime.flag_groups import engine_flag
 from mtpbuild.runtime.limits import SYSTEM, list_usable_processors, measure_limits, read_or_empty
 
 AUTO = "auto"
-THREADS = "CPU threads, or auto, the default: one for each physical core."  # --threads
 VARIABLE = "OMP_NUM_THREADS"  # obeyed by programs that use several threads
 P = ParamSpec("P")
 R = TypeVar("R")
 _stack_size = threading.Lock()  # of threading.stack_size, which is global
+
+
+def make_threads_flag() -> int | None:
+    """Return the default value of a field that is the flag `--threads`."""
+    text = "CPU threads, or auto, the default: one for each physical core."
+    return engine_flag(None, text, parser=parse_threads)
 
 
 def parse_threads(text: str) -> int | None:

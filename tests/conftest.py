@@ -104,7 +104,7 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
     def build(
         model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
     ) -> Path:
-        from mtpbuild.builder.compiler.build import build as run_build
+        from tests.support.requests import build as run_build
         from tests.support.requests import build_request
 
         options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.models import find_family_of
-from mtpbuild.builder.models.common.weight import WHOLE, Stored
+from mtpbuild.builder.models.common.weight import WHOLE, StoredTensor
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.plan.weight_classes import (
     CheckpointLayout,
@@ -31,7 +31,7 @@ def stored(layout: CheckpointLayout) -> dict[str, Entry]:
     sources = {s.name: s for weight in table for s in weight.stored}
     if layout.repeated:
         for copy, original in family.duplicates(config).items():
-            sources.setdefault(copy, Stored(copy, sources[original].shape))
+            sources.setdefault(copy, StoredTensor(copy, sources[original].shape))
     return {
         source.name + suffix: part
         for source in sources.values()

@@ -20,6 +20,7 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.features import Features
@@ -105,7 +106,7 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
         plain = BuildRequest("deepseek-tiny", (3,), out=Path(scratch) / "cpu")
         if folder is None:
             asked = replace(plain, target="inductor", options={"device": "cuda"})
-            folder = build(replace(asked, out=Path(scratch) / "engine"))[0].folder
+            folder = build(replace(asked, out=Path(scratch) / "engine"), WORKBENCH)[0].folder
         manifest = read_manifest(folder)
         if manifest.build.max_batch > 1:
             sys.exit(f"--engine {folder}: built for {manifest.build.max_batch} requests, not one")
@@ -113,7 +114,7 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
         wanted: list[int] = []
         first = None
         if machine.device == "cuda":
-            with Engine.load(build(plain)[0].folder, prefix_cache=False) as loaded:
+            with Engine.load(build(plain, WORKBENCH)[0].folder, prefix_cache=False) as loaded:
                 wanted, each = decode(loaded, machine)
             yield Row("step", f"nextn {manifest.build.nextn}, the CPU's engine", 0, each)
         for name, make, overlap in variants(folder, manifest, machine):

@@ -253,7 +253,9 @@ class Parts:
             read = used = 1.0
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
             if isinstance(layer.mlp, GatheredMoE) and routed:
-                always = layer.mlp.gate.always  # shared experts follow the routed ones
+                always: int = (
+                    layer.mlp.gate.num_shared_in_stack
+                )  # shared experts follow the routed ones
                 choosing = 1 if last else tokens
                 read = (count_distinct_experts(costs, choosing) + always) / (costs.experts + always)
                 used = (costs.chosen + always) / (costs.experts + always) * choosing / tokens

@@ -40,9 +40,9 @@ def machine(checks: Checks) -> None:
             checks.say(name, FAILED, "missing: tools/gpu_wheels.sh")
     compiler = shutil.which("g++")
     checks.say("g++", NOTED if compiler else FAILED, compiler or "missing")
-    from mtpbuild.builder.targets.lower_inductor import OPTIONS, options
+    from mtpbuild.builder.targets.inductor.lowering import OPTIONS, aoti_options
 
-    lacking = ", ".join(sorted(OPTIONS.keys() - options(on_gpu=True).keys())) or "none"
+    lacking = ", ".join(sorted(OPTIONS.keys() - aoti_options(on_gpu=True).keys())) or "none"
     checks.say("options of AOTInductor that this torch lacks", NOTED, lacking)
 
 

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies
 from mtpbuild.builder.program.opened_model import make_model
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.builder.weights.table import WeightTable, choose_formats, make_family_table

@@ -11,7 +11,7 @@ from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.weights.placed import ByteRange
 from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
@@ -63,18 +63,16 @@ class Bench:
 
     def plan(self, nextn: int) -> Plan:
         length, drafter = self.case.context + ROOM, "mtp-eagle" if nextn else None
-        target = load_target("inductor")
-        options = target.Options(device=self.machine.device, dtype=self.case.dtype)
-        gpus = target.compute_capabilities(BuildRequest("slice"), options)
+        flags = {"device": self.machine.device, "dtype": self.case.dtype}
+        target = configure_target("inductor", flags)
+        gpus = target.compute_capabilities(BuildRequest("slice"))
         config = self.case.config
-        style = target.style(options, config)
         return Plan(
             config,
             *(nextn, drafter, 1, length, 8),
-            style,
+            target.style,
             self.case.ranks,
             compute_capabilities=gpus,
-            options=options,
         )
 
     def _fill(self) -> State:

@@ -20,7 +20,7 @@ from mtpbuild.builder.compiler.quantize import quantization_config
 from mtpbuild.builder.formats import Entry, Format
 from mtpbuild.builder.formats.format import SIZES
 from mtpbuild.builder.models import ModelConfig, find_family_of
-from mtpbuild.builder.models.common.weight import WHOLE, Stored, Weight
+from mtpbuild.builder.models.common.weight import WHOLE, StoredTensor, Weight
 from mtpbuild.builder.weights.placed import split_into_shards, write_shards
 from mtpbuild.builder.weights.quantised_view import format_by
 from one.shapes import Shape
@@ -49,19 +49,19 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
     (folder / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
-def sources(config: ModelConfig) -> Iterator[Stored]:
+def sources(config: ModelConfig) -> Iterator[StoredTensor]:
     for weight in find_family_of(config).weight_table(config, WHOLE):
         yield from weight.stored
 
 
-def stored(source: Stored, format: Format | None) -> dict[str, Entry]:
+def stored(source: StoredTensor, format: Format | None) -> dict[str, Entry]:
     if format is not None:
         return format.parts(source.shape)
     return {"": Entry("F32" if source.name.endswith("bias") else "BF16", source.shape)}
 
 
 def tensors(
-    config: ModelConfig, found: dict[str, Stored], formats: dict[str, Format | None]
+    config: ModelConfig, found: dict[str, StoredTensor], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the checkpoint, some rows at a time."""
     table = find_family_of(config).weight_table(config, WHOLE)
@@ -90,7 +90,7 @@ def neutral(table: list[Weight], name: str) -> float:
     return next((1.0 - float(norm.transform(torch.zeros(1))) for norm in norms), 1.0)
 
 
-def plain(source: Stored, deviation: float, value: float) -> Iterator[Tensor]:
+def plain(source: StoredTensor, deviation: float, value: float) -> Iterator[Tensor]:
     if len(source.shape) == 1:
         yield torch.full(source.shape, value)
         return

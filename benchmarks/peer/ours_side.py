@@ -88,8 +88,8 @@ class Ours:
         self.engine = Engine.load(job["path"], prefix_cache=False, threads=job["threads"])
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype != "bfloat16"]
-        # This name is not public; `loop_overhead.py` uses it too.
-        self.loop: Any = self.engine._loop
+        # This name is not public; `check.py` uses it too.
+        self.loop: Any = self.engine._loaded.loop
         self.watched = self.loop.programs = Watched(self.loop.programs, caches)
 
     def prompt(self, tokens: list[int]) -> None:

@@ -9,7 +9,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -83,8 +83,8 @@ class Reader:
         """Raise CheckpointError if a key is present with another value than the given one."""
         for key, value in supported.items():
             if self.raw.get(key) not in (None, value):
-                found = f"{key} {self.raw[key]!r}"
-                raise CheckpointError(f"{found} is not supported; supported: {value!r}")
+                value_here = f"{key} {self.raw[key]!r}"
+                raise CheckpointError(f"{value_here} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
         """Construct a `kind` from the given fields; read the others by their declared readers."""
@@ -172,14 +172,33 @@ class ModuleInputs:
 
 
 DEEPSEEK = ModuleInputs()
+MODULE_COUNT = "num_nextn_predict_layers"  # the key of most files for the number of modules
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """The names of MTP modules in a checkpoint, and of the weights that main layers don't have."""
+
+    prefix: str = ""  # of a module, before its number; "": modules are layers after the trunk's
+    own_prefix: str = ""  # of the weights below; "": the module's name
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    input_proj: str = "eh_proj"  # of a token's embedding and a hidden state
+    head_norm: str = "shared_head.norm"
+    count: str = MODULE_COUNT  # the key in `config.json`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The values that the compiler needs of every model, under their names in `config.json`."""
 
+    module_names: ClassVar[ModuleNames] = ModuleNames()
+    # Whether norms are stored as their factor minus 1.
+    norms_minus_one: ClassVar[bool] = False
+
     vocab_size: int = integer()
     hidden_size: int = integer()
+    intermediate_size: int = integer()
     num_hidden_layers: int = integer(most=COUNT_LIMIT)
     num_nextn_predict_layers: int = integer(0, 0, COUNT_LIMIT)
     max_position_embeddings: int = integer()
@@ -199,12 +218,20 @@ class ModelConfig:
         """Return the configuration of `count` main layers from `first` on; may raise UsageError."""
         return replace(self, num_hidden_layers=count)
 
+    def is_moe(self, layer: int) -> bool:
+        """Return whether a layer has routed experts; modules are layers after the trunk's."""
+        return False
+
+    def name_module(self, j: int) -> str:
+        """Return the name of MTP module j, from 0, in a checkpoint."""
+        prefix = self.module_names.prefix
+        return f"{prefix}{j}" if prefix else f"model.layers.{self.num_hidden_layers + j}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
     """The values of a model in which all or some layers have routed experts."""
 
-    intermediate_size: int = integer()
     moe_intermediate_size: int = integer(1, 1)
     n_shared_experts: int = integer(0, 0)
     num_experts_per_tok: int = integer(1, 1)
@@ -217,7 +244,6 @@ class MoEConfig(ModelConfig):
     softmax_router: bool = fixed(False)
 
     def is_moe(self, layer: int) -> bool:
-        """Return whether a layer has routed experts; modules are layers after the trunk's."""
         return self.n_routed_experts > 0 and self.moe_layers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -254,7 +280,7 @@ def moe_layers(read: Reader) -> tuple[bool, ...]:
     first = read.integer("first_k_dense_replace", 0, 0)
     every = read.integer("moe_layer_freq", 1, 1)
     layers = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
-    modules = read.integer("num_nextn_predict_layers", 0, 0, COUNT_LIMIT)
+    modules = read.integer(MODULE_COUNT, 0, 0, COUNT_LIMIT)
     by_number = [i >= first and i % every == 0 for i in range(layers + modules)]
     trunk = read.kinds("mlp_layer_types", layers) or by_number[:layers]
     return (*trunk, *(read.kinds("mtp_mlp_layer_types", modules) or by_number[layers:]))

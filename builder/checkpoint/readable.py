@@ -53,14 +53,16 @@ def name_stored_format(settings: Mapping[str, Any], name: str) -> str:
         return name_algorithm(settings, module)
     if method in ("fp8", "bf16", "mtpbuild"):
         return str(settings.get("fmt")) if method == "mtpbuild" else method
-    own: Any = find_settings_of(name, settings)
+    quantised: Any = find_settings_of(name, settings)
     if method == MLX:
-        own = next((settings[path] for path in list_paths(name) if path in settings), settings)
-    if not isinstance(own, Mapping) or own.get("bits") == 16:
+        quantised = next(
+            (settings[path] for path in list_paths(name) if path in settings), settings
+        )
+    if not isinstance(quantised, Mapping) or quantised.get("bits") == 16:
         return "bf16"
-    wide = own.get("desc_act") or own.get("mode", "affine") != "affine"
-    narrow = own.get("bits", 4) in (2, 3, 4) and not wide
-    return "nvfp4" if own.get("mode") == "nvfp4" else "int4" if narrow else "int8"
+    wide = quantised.get("desc_act") or quantised.get("mode", "affine") != "affine"
+    narrow = quantised.get("bits", 4) in (2, 3, 4) and not wide
+    return "nvfp4" if quantised.get("mode") == "nvfp4" else "int4" if narrow else "int8"
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:

@@ -88,13 +88,13 @@ def read_shard_names(folder: Path) -> list[str]:
 def read_stored_names(folder: Path) -> set[str]:
     """Return the names of a text model's tensors from index or header, without torch."""
     if (index := read_index(folder)) is not None:
-        found: Iterable[str] = index.shards
+        names: Iterable[str] = index.shards
     else:
         try:
-            found = read_header(folder / SINGLE)[0]
+            names = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
             return set()  # if it is missing or unreadable, opening the tensors reports it
-    return {name for name in map(find_text_name, found) if name is not None}
+    return {name for name in map(find_text_name, names) if name is not None}
 
 
 def _read_names(index: Index | None) -> list[str]:

@@ -30,8 +30,8 @@ def unstack(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
         for e in range(
             shape[0] if rows or (len(shape) == 1 and leaf.endswith("global_scale")) else 0
         ):
-            own = f"experts.{e}.{projection}" if projection else f"{heads}.{e}"
-            yield f"{at}{own}.{leaf}", (e, 0, rows)
+            part = f"experts.{e}.{projection}" if projection else f"{heads}.{e}"
+            yield f"{at}{part}.{leaf}", (e, 0, rows)
         return
     match = STACK.fullmatch(name)
     if match is None or len(shape) != 3:

@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, show_progress
-from mtpbuild.builder.flags import BuildFlags
+from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, show_progress
+from mtpbuild.builder.flags import (
+    BuildFlags,
+    CalibrationFlags,
+    RankFlags,
+    make_drafter_flag,
+    make_target_flag,
+)
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
-from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.target_options import list_changed_flags
-from mtpbuild.runtime.flag_groups import flag, group_flags
+from mtpbuild.runtime.flag_groups import drafts_flag, engine_flag, flag, group_flags, model_flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -25,36 +30,42 @@ if TYPE_CHECKING:
 @group_flags
 def build(
     model: Annotated[
-        str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE] of Hugging Face.")
+        str,
+        Option(
+            help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE] of Hugging Face.",
+            rich_help_panel="Model",
+        ),
     ],
-    compat: CompatFlags,
-    target_flags: TargetFlags,
-    ranks: RankFlags,
-    flags: BuildFlags,
-    nextn: str | None = flag(
+    *,
+    layers: str | None = model_flag(None, "Build only these main layers, 0-3, and the modules."),
+    weights: str | None = flag(
+        None,
+        "Quantise to int8, int4, fp8 or nvfp4; or floats. Default: as stored, or int8.",
+        panel="Weights",
+    ),
+    head_weights: str | None = flag(
+        None,
+        "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers.",
+        panel="Weights",
+    ),
+    calibration: CalibrationFlags,
+    nextn: str | None = drafts_flag(
         None,
         "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..5, chosen step by step. "
         "Default: the model's.",
     ),
-    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
-    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
-    weights: str | None = flag(
-        None, "Quantise to int8, int4, fp8 or nvfp4; or floats. Default: as stored, or int8."
-    ),
-    head_weights: str | None = flag(
-        None, "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers."
-    ),
-    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
-    calibration_text: Path | None = flag(
-        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
-    ),
-    acceptance_rule: list[str] | None = flag(
+    drafter: str | None = make_drafter_flag(),
+    acceptance_rule: list[str] | None = drafts_flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
     ),
-    prefix: list[Path] | None = flag(
+    target: str | None = make_target_flag(),
+    prefix: list[Path] | None = engine_flag(
         None, "File that prompts begin with, computed now: a text, or messages.json; repeatable."
     ),
+    flags: BuildFlags,
+    ranks: RankFlags,
+    target_flags: TargetFlags,
+    compat: CompatFlags,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
@@ -81,7 +92,9 @@ def build(
         target=target,
         ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
-        scheme=add_calibration(build_scheme(weights, head_weights), calibrate, calibration_text),
+        scheme=add_calibration(
+            build_scheme(weights, head_weights), calibration.calibrate, calibration.calibration_text
+        ),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=options,
         **vars(flags),
@@ -96,18 +109,16 @@ def run_build(request: "BuildRequest", prefixes: Sequence[Path]) -> list["BuiltE
     """
     from mtpbuild.builder.cli.tables import print_dry_run, print_engines, print_stages
     from mtpbuild.builder.compiler.build import build
-    from mtpbuild.builder.compiler.download import download
     from mtpbuild.builder.compiler.dry_run import dry_run
     from mtpbuild.builder.compiler.prefixes import add_prefix, read_files
     from mtpbuild.builder.stages import Stages
+    from mtpbuild.lab.measure.workbench import WORKBENCH
 
     beginnings = read_files(prefixes, request.target, request.ranks.tp)
-    if not request.dry_run:
-        download(request)  # before the stages are shown, as it shows bars of its own
-    with show_progress("reading the checkpoint") as watch:
+    with show_progress() as watch:  # from the first stage on: downloads show bars of their own
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None
-        engines = build(request, stages) if foreseen is None else []
+        engines = build(request, WORKBENCH, stages) if foreseen is None else []
         for engine, name in itertools.product(engines, beginnings):
             watch(f"prefix {name} of {engine.folder.name}")
             add_prefix(engine.folder, name, beginnings[name])
@@ -131,10 +142,10 @@ def refit(
     chat_template: Path | None = flag(None, "Jinja file with the chat template, as of `build`."),
 ) -> None:
     """Put new weights into an engine without lowering its programs again."""
-    from mtpbuild.builder.checks import needs
+    from mtpbuild.runtime.errors import explain_missing_package
 
     with show_progress("reading the checkpoint") as watch:
-        with needs("build", "torch", "onnx", "onnxscript"):
+        with explain_missing_package("refit", "build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.compiler.refit import refit
         old, new = refit(engine, checkpoint, watch, mtp, chat_template)
     size = new.files["weights.safetensors"].size
@@ -150,6 +161,7 @@ def quantize(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
+    *,
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
     head: str | None = flag(
         None, "Format of embedding and head: int8, int4 or none. Default: none."
@@ -157,24 +169,23 @@ def quantize(
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),
-    calibrate: bool = flag(False, "Round int4 weights by texts that the model writes first."),
-    calibration_text: Path | None = flag(
-        None, "The same with a text, or with the model's answers to a JSONL file of prompts."
-    ),
+    calibration: CalibrationFlags,
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
-    from mtpbuild.builder.checks import needs
     from mtpbuild.builder.cli.tables import print_quantized
+    from mtpbuild.runtime.errors import explain_missing_package
 
     with show_progress("reading the checkpoint") as watch:
-        with needs("build", "torch", "safetensors"):
+        with explain_missing_package("quantize", "build", "torch", "safetensors"):
             from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
         plain = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
-        scheme = add_calibration(plain, calibrate, calibration_text)
-        done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
+        scheme = add_calibration(plain, calibration.calibrate, calibration.calibration_text)
+        from mtpbuild.lab.measure.workbench import WORKBENCH
+
+        done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), WORKBENCH, watch)
     print_quantized(done)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from mtpbuild.builder.cli.build import run_build
 from mtpbuild.runtime.checks import did_you_mean
-from mtpbuild.runtime.cli.engine_commands import confirm
+from mtpbuild.runtime.cli.commands import confirm
 from mtpbuild.runtime.contract.rules import find_rule, list_rules_of
 from mtpbuild.runtime.errors import UnknownRecipeError, UsageError
 
@@ -23,7 +23,7 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
     Of the engines under engines/ that have the acceptance rules the last used one is taken. Raises
     the errors of a build, and BuildError if no engine of the model fits this machine.
     """
-    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.builder.plan.recipe import name_model
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.weights.scheme import build_scheme
@@ -57,26 +57,28 @@ def make_engine(model: str, yes: bool, rules: tuple[str, ...] = ()) -> Path:
         raise UsageError(f"{name} has no engine here: `mtpbuild build --model {name}` makes one")
     folder = fetch_configuration(model)
     request = ForecastRequest(model, (), checkpoint=folder, bandwidth=1.0)  # it is not shown
-    found = forecast_cpu(request)
-    engine = choose_weights(found)
-    typer.echo(describe_build(found, engine), err=True)
+    forecast = forecast_cpu(request)
+    engine = choose_weights(forecast)
+    typer.echo(describe_build(forecast, engine), err=True)
     if not confirm("Go on?", yes=yes):
         raise typer.Exit
-    nextn = None if found.model.config.num_nextn_predict_layers else (0,)
+    nextn = None if forecast.model.config.num_nextn_predict_layers else (0,)
     with contextlib.redirect_stdout(sys.stderr):  # standard output is the answer's
         scheme = build_scheme(engine.weights)
         (built,) = run_build(BuildRequest(model, nextn, scheme=scheme, acceptance_rules=rules), ())
     return built.folder
 
 
-def describe_build(found: "CpuForecast", engine: "CpuEngine") -> str:
+def describe_build(forecast: "CpuForecast", engine: "CpuEngine") -> str:
     """Say in a line what is fetched and built."""
     from mtpbuild.runtime.files import format_size
 
-    fetched = f"fetches {format_size(found.download)}" if found.download else "fetches nothing"
+    fetched = (
+        f"fetches {format_size(forecast.download)}" if forecast.download else "fetches nothing"
+    )
     weights = "as stored" if engine.weights is None else f"in {engine.weights}"
     return (
-        f"{found.name} has no engine here. It {fetched}, and builds one of "
+        f"{forecast.name} has no engine here. It {fetched}, and builds one of "
         f"{format_size(engine.bytes)} in {Path('engines').absolute()}, weights {weights}, context "
         f"{engine.context:,}."
     )

@@ -15,7 +15,13 @@ from mtpbuild.builder.cli.shared import (
     print_written_results,
     show_progress,
 )
-from mtpbuild.builder.flags import DatasetFlags, EvalFlags, VerifyFlags
+from mtpbuild.builder.flags import (
+    DatasetFlags,
+    EvalFlags,
+    VerifyFlags,
+    make_drafter_flag,
+    make_target_flag,
+)
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.cli.sampling_flags import (
@@ -31,13 +37,12 @@ from mtpbuild.runtime.configuration.settings import (
     name_source,
     read_requested_ranks,
 )
-from mtpbuild.runtime.contract.drafters import list_drafters
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, group_flags
+from mtpbuild.runtime.flag_groups import drafts_flag, flag, group_flags, output_flag
 from mtpbuild.runtime.ranks import ALONE
-from mtpbuild.runtime.threads import THREADS, parse_threads
+from mtpbuild.runtime.threads import make_threads_flag
 
 T = TypeVar("T")
 NEXTN = "0,1,2,3"
@@ -53,28 +58,31 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 @group_flags
 def bench(
     model: Annotated[str, Option(help="Recipe, folder, GGUF file, or OWNER/NAME[:FILE].")],
-    sampling: SamplingFlags,
-    compat: CompatFlags,
-    relaxing: RelaxedFlags,
+    *,
     dataset: DatasetFlags,
-    target_flags: TargetFlags,
-    load_flags: LoadFlags,
-    nextn: str | None = flag(
+    concurrency: str = flag(
+        "1", "Requests that run at once; several to compare: 1,2,4,8.", panel="Requests"
+    ),
+    sampling: SamplingFlags,
+    nextn: str | None = drafts_flag(
         None, f"Draft tokens per step to compare with 0: numbers or auto. Default: {NEXTN}."
     ),
-    concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
-    drafter: str | None = flag(None, f"{' or '.join(list_drafters())}."),
-    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
-    threads: int | None = flag(None, THREADS, parser=parse_threads),
-    out: Path = flag(Path("bench_results"), "Folder for bench.json and bench.png."),
-    json: bool = flag(False, "Print bench.json instead of the tables."),
+    drafter: str | None = make_drafter_flag(),
+    relaxed: bool = drafts_flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
+    relaxing: RelaxedFlags,
+    target: str | None = make_target_flag(),
+    threads: int | None = make_threads_flag(),
+    out: Path = output_flag(Path("bench_results"), "Folder for bench.json and bench.png."),
+    json: bool = output_flag(False, "Print bench.json instead of the tables."),
+    target_flags: TargetFlags,
+    load_flags: LoadFlags,
+    compat: CompatFlags,
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.plan.request import BuildRequest
     from mtpbuild.builder.targets.choice import choose_target
-    from mtpbuild.lab.bench.bench import BenchRequest, bench, list_pictures
-    from mtpbuild.lab.bench.report import print_benchmarks
+    from mtpbuild.lab.bench.bench import BenchRequest, bench
+    from mtpbuild.lab.bench.report import list_pictures, print_benchmarks
     from mtpbuild.lab.measure.prompts import OUTPUT_LEN, Dataset
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -110,20 +118,25 @@ def bench(
 @group_flags
 def evaluate(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    sampling: SamplingFlags,
-    compat: CompatFlags,
-    load_flags: LoadFlags,
+    *,
     flags: EvalFlags,
-    relaxed_topk: str | None = flag(None, f"Values to try at temperature 0. Default: {TOPK}."),
-    relaxed_delta: str | None = flag(None, f"Values to try with each of them. Default: {DELTA}."),
-    use_relaxed_acceptance_for_thinking: bool = flag(
+    json: bool = output_flag(False, "Print eval.json instead of the tables."),
+    sampling: SamplingFlags,
+    relaxed_topk: str | None = drafts_flag(
+        None, f"Values to try at temperature 0. Default: {TOPK}."
+    ),
+    relaxed_delta: str | None = drafts_flag(
+        None, f"Values to try with each of them. Default: {DELTA}."
+    ),
+    use_relaxed_acceptance_for_thinking: bool = drafts_flag(
         False, "TensorRT-LLM's; at temperature 0 it is always compared."
     ),
-    json: bool = flag(False, "Print eval.json instead of the tables."),
+    load_flags: LoadFlags,
+    compat: CompatFlags,
 ) -> None:
     """Compare right answers and speed of strict with relaxed acceptance, or with another rule."""
     from mtpbuild.lab.eval.evaluate import OUTPUT_TOKENS, EvalRequest, evaluate
-    from mtpbuild.lab.eval.report import draw_evaluation, print_evaluation
+    from mtpbuild.lab.eval.report import plot_evaluation, print_evaluation
     from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
@@ -141,8 +154,8 @@ def evaluate(
     request = EvalRequest(engine, topk, delta, params, options=options, **vars(flags))
     with show_progress("reading the engine") as watch:
         report = evaluate(request, watch)
-    show, draw = partial(print_evaluation, report), partial(draw_evaluation, report)
-    print_written_results(flags.out / "eval.json", json, show, {"eval": draw})
+    show, picture = partial(print_evaluation, report), plot_evaluation(report)
+    print_written_results(flags.out / "eval.json", json, show, {"eval": picture})
 
 
 def read_grid(
@@ -169,9 +182,10 @@ def read_grid(
 @group_flags
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    load_flags: LoadFlags,
+    *,
     flags: VerifyFlags,
     json: bool = flag(False, "As one JSON object."),
+    load_flags: LoadFlags,
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
     from mtpbuild.lab.verify import verify
@@ -194,8 +208,8 @@ def study(
     json: bool = flag(False, "Print study.json instead of the tables."),
 ) -> None:
     """Say from traces which drafts are accepted: by position, over the context, by certainty."""
-    from mtpbuild.lab.eval.study import draw_study, print_study, study
+    from mtpbuild.lab.eval.study import plot_study, print_study, study
 
-    found = study(traces, out)
-    show, draw = partial(print_study, found), partial(draw_study, found)
-    print_written_results(out / "study.json", json, show, {"study": draw})
+    studies = study(traces, out)
+    show = partial(print_study, studies)
+    print_written_results(out / "study.json", json, show, {"study": plot_study(studies)})

@@ -7,13 +7,20 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, parse_range, print_result
-from mtpbuild.builder.flags import PlanFlags
+from mtpbuild.builder.cli.shared import parse_range, print_result
+from mtpbuild.builder.flags import PlanFlags, RankFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.configuration.settings import join, read_requested_ranks
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from mtpbuild.runtime.flag_groups import find_given_flags, flag, group_flags
+from mtpbuild.runtime.flag_groups import (
+    drafts_flag,
+    find_given_flags,
+    flag,
+    group_flags,
+    name_flag,
+    output_flag,
+)
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "prefill_chunk"),
@@ -28,29 +35,34 @@ def plan(
     model: Annotated[
         str, Option(help="Recipe name (needs no weights), checkpoint, or OWNER/NAME.")
     ],
-    ranks: RankFlags,
-    flags: PlanFlags,
-    nextn: str | None = flag(
+    *,
+    cpu: bool = flag(False, "For the CPU here: download, disk, memory, bytes that a step reads."),
+    measured: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
+    nextn: str | None = drafts_flag(
         None, "Draft tokens per step: a number, 0,1,3 or 0..5. Default: 0..5, or 0 without modules."
     ),
-    cpu: bool = flag(False, "For the CPU here: download, disk, memory, bytes that a step reads."),
-    acceptance: str | None = flag(None, "Acceptance length for each nextn: 1,1.92. Default: R1's."),
-    measured: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
-    picture: Path | None = flag(None, "Write the figures as a PNG too."),
-    json: bool = flag(False, "As one JSON object."),
+    acceptance: str | None = drafts_flag(
+        None, "Acceptance length for each nextn: 1,1.92. Default: R1's."
+    ),
+    flags: PlanFlags,
+    ranks: RankFlags,
+    picture: Path | None = output_flag(None, "Write the figures as a PNG too."),
+    json: bool = output_flag(False, "As one JSON object."),
 ) -> None:
     """Predict sizes, step times and speed of a model on GPUs that need not be here.
 
     With --cpu: what it needs of this machine.
     """
     if cpu:
-        refuse_gpu_flags(context)
+        if typed := find_given_flags(context, FOR_GPUS):
+            names = ", ".join(map(name_flag, typed))
+            raise UsageError(f"--cpu does not go with {names}: they are for plans of GPUs")
     elif flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
-    from mtpbuild.builder.compiler.download import fetch_configuration
+    from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
-    from mtpbuild.lab.forecast.report import draw_forecast, make_plan_json, print_forecast
+    from mtpbuild.lab.forecast.report import make_plan_json, plot_forecast, print_forecast
     from mtpbuild.lab.show.pictures import explain_no_pictures
 
     if picture is not None and (why := explain_no_pictures()):
@@ -75,14 +87,7 @@ def plan(
     done = forecast(request)
     if picture is not None:
         try:
-            draw_forecast(done, picture)
+            plot_forecast(done).draw(picture)
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
     print_result(json, make_plan_json(done), lambda: print_forecast(done))
-
-
-def refuse_gpu_flags(context: typer.Context) -> None:
-    """Raise UsageError if flags for GPUs were given."""
-    if given := find_given_flags(context, FOR_GPUS):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"--cpu does not go with {flags}: they are for plans of GPUs")

@@ -11,17 +11,15 @@ from mtpbuild.builder.cli.shared import show_progress
 from mtpbuild.runtime.cli.commands import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, group_flags
-from mtpbuild.runtime.threads import THREADS, parse_threads
+from mtpbuild.runtime.threads import make_threads_flag
 
 EngineFolder = Annotated[Path, Option(help="Engine directory.")]
 Name = Annotated[str, Option(help="The prefix's name.")]
 
-app = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed once.")
-
 
 @error_line
 @group_flags
-def add(
+def add_prefix(
     engine: EngineFolder,
     name: Name,
     file: Path | None = flag(None, "File with a text that prompts begin with."),
@@ -29,43 +27,40 @@ def add(
     messages: Path | None = flag(None, "JSON file with the messages that chats begin with."),
     tools: Path | None = flag(None, "JSON file with the tools of such chats."),
     private: bool = flag(False, "Only you may read it; others load the engine without it."),
-    threads: int | None = flag(None, THREADS, parser=parse_threads),
+    threads: int | None = make_threads_flag(),
 ) -> None:
     """Compute what prompts begin with, and put it into the engine."""
-    given = [path for path in (file, messages) if path is not None]
-    if len(given) != 1:
+    paths = [path for path in (file, messages) if path is not None]
+    if len(paths) != 1:
         raise UsageError("give --file or --messages")
-    from mtpbuild.builder.compiler.prefixes import add_prefix, read_beginning
+    from mtpbuild.builder.compiler import prefixes
 
-    beginning = read_beginning(given[0], messages=given[0] is messages, chat=chat, tools=tools)
+    path = paths[0]
+    beginning = prefixes.read_beginning(path, messages=path is messages, chat=chat, tools=tools)
     with show_progress(f"computing {name}"):
-        count = add_prefix(engine, name, beginning, threads, private=private)
+        count = prefixes.add_prefix(engine, name, beginning, threads, private=private)
     typer.echo(f"{engine}: prefix {name}, {count} tokens")
 
 
 @error_line
 @group_flags
-def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) -> None:
+def list_prefixes(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) -> None:
     """List the prefixes of an engine."""
-    from mtpbuild.builder.compiler.prefixes import list_prefixes
+    from mtpbuild.builder.compiler import prefixes
 
-    found = list_prefixes(engine)
+    rows = prefixes.list_prefixes(engine)
     if json:
-        typer.echo(dumps(found))
+        typer.echo(dumps(rows))
         return
-    for each in found:
-        typer.echo(f"{each['name']}: {each['tokens']} tokens, {each['bytes'] / 1e6:.1f} MB")
+    for row in rows:
+        typer.echo(f"{row['name']}: {row['tokens']} tokens, {row['bytes'] / 1e6:.1f} MB")
 
 
 @error_line
 @group_flags
-def remove(engine: EngineFolder, name: Name) -> None:
+def remove_prefix(engine: EngineFolder, name: Name) -> None:
     """Remove a prefix from an engine."""
-    from mtpbuild.builder.compiler.prefixes import remove_prefix
+    from mtpbuild.builder.compiler import prefixes
 
-    remove_prefix(engine, name)
+    prefixes.remove_prefix(engine, name)
     typer.echo(f"{engine}: prefix {name} removed")
-
-
-for command_name, command in {"add": add, "list": listed, "remove": remove}.items():
-    app.command(command_name)(command)

@@ -2,41 +2,24 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtpbuild.builder.targets import build_options
+from mtpbuild.builder.targets import load_flags
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.configuration.settings import Given
 from mtpbuild.runtime.contract.target_options import make_option_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
-    from mtpbuild.lab.show.results import Pictures
+    from mtpbuild.lab.show.pictures import Picture
 
-TargetFlags: Any = make_option_flags(build_options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankFlags:
-    """The flags for the number of ranks that share a model, and for how they share it."""
-
-    tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
-    ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
-    attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
-
-    def settings(self) -> list[Given]:
-        """Return the flags as settings, to be joined with a configuration's."""
-        switch = ("attention_dp", "--attention-dp", self.attention_dp or None)
-        return [("tp", "--tp", self.tp), ("ep", "--ep", self.ep), switch]
+TargetFlags: Any = make_option_flags(load_flags)
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:
@@ -61,11 +44,11 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 
 @contextmanager
-def show_progress(first: str) -> Iterator[Callable[[str], None]]:
+def show_progress(first: str = "") -> Iterator[Callable[[str], None]]:
     """Show the current stage on standard error; yield a function that changes it.
 
-    A terminal shows it with the seconds since the command began. Elsewhere each stage after the
-    first one is a line.
+    A terminal shows it with the seconds since the command began, without a `first` stage from the
+    second one on. Elsewhere each stage after the first one is a line.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -75,9 +58,19 @@ def show_progress(first: str) -> Iterator[Callable[[str], None]]:
         yield StageLines()
         return
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
-        task = shown.add_task(first, total=None)
-        yield lambda stage: shown.update(task, description=stage)
+    progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    task = progress.add_task(first, total=None)
+
+    def show(stage: str) -> None:
+        progress.start()
+        progress.update(task, description=stage)
+
+    try:
+        if first:
+            progress.start()
+        yield show
+    finally:
+        progress.stop()
 
 
 class StageLines:
@@ -97,7 +90,7 @@ class StageLines:
 
 
 def print_written_results(
-    path: Path, json: bool, print_tables: Callable[[], None], pictures: "Pictures"
+    path: Path, json: bool, print_tables: Callable[[], None], pictures: Mapping[str, "Picture"]
 ) -> None:
     """Print the JSON file that was written, or tables; then draw pictures beside the file.
 

@@ -5,15 +5,12 @@ import sys
 from json import dumps
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
-from rich.table import Column, Table
-
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.weights.scheme import AS_STORED
-from mtpbuild.lab.show.tables import make_names_column, print_lines
 from mtpbuild.runtime.contract.manifest import list_ranks_here
 from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
+from mtpbuild.runtime.tables import print_lines, print_table
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.build import BuiltEngine
@@ -26,62 +23,59 @@ if TYPE_CHECKING:
 
 def print_recipes(json: bool) -> None:
     """Print a line for each model that can be built by name, or all fields of each as JSON."""
+    recipes = load_recipes()
     if json:
-        print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
+        print(dumps([recipe.model_dump() for recipe in recipes], indent=1))
         return
-    table = Table(Column("model", no_wrap=True), Column("in engines/", no_wrap=True), "about")
-    for recipe in load_recipes():
-        table.add_row(recipe.name, f"{recipe.engine}_n<nextn>", recipe.summary)
-    print_lines(table)
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.summary}")
 
 
-def print_fitting(found: list["FittingEngine"], bandwidth: float, json: bool) -> None:
+def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) -> None:
     """Print a line for each recipe that fits this machine, or an object for each as JSON."""
     rows: list[dict[str, Any]] = [
         {
-            "model": each.forecast.name,
-            "weights": each.engine.weights or AS_STORED,
-            "download_bytes": each.forecast.download,
-            "engine_bytes": each.engine.bytes,
-            "context": each.engine.context,
-            "tokens_per_s": each.tokens_per_s,
+            "model": model.forecast.name,
+            "weights": model.engine.weights or AS_STORED,
+            "download_bytes": model.forecast.download,
+            "engine_bytes": model.engine.bytes,
+            "context": model.engine.context,
+            "tokens_per_s": model.tokens_per_s,
         }
-        for each in found
+        for model in fitting
     ]
     if json:
         print(dumps(rows, indent=1))
         return
-    names = [Column(name, no_wrap=True) for name in ("model", "--weights")]
-    right = ("download", "engine", "context", "tokens/s, most")
-    table = Table(*names, *(Column(name, justify="right", no_wrap=True) for name in right))
-    for row in rows:
-        sizes = [format_size(row[f"{name}_bytes"]) for name in ("download", "engine")]
-        speed = float(f"{row['tokens_per_s']:.3g}")
-        table.add_row(row["model"], row["weights"], *sizes, f"{row['context']:,}", f"{speed:,g}")
+    cells = [
+        (
+            row["model"],
+            row["weights"],
+            format_size(row["download_bytes"]),
+            format_size(row["engine_bytes"]),
+            f"{row['context']:,}",
+            f"{float(format(row['tokens_per_s'], '.3g')):,g}",
+        )
+        for row in rows
+    ]
+    print_table([("model", "--weights", "download", "engine", "context", "tokens/s"), *cells])
     print_lines(
-        table,
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
-        "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one",
-        fold=False,
+        "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"
     )
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Print the engines with their sizes, and which of their ranks are here."""
-    folders = make_names_column("engine", [str(engine.folder) for engine in engines])
-    drafters = Column("drafter", no_wrap=True)
-    table = Table(folders, "nextn", drafters, "files", "size", "status")
+    rows = [("engine", "nextn", "drafter", "files", "size", "status")]
     for engine in engines:
         build, files = engine.manifest.build, engine.list_file_sizes()
-        table.add_row(
-            str(engine.folder),
-            build.drafts,
-            build.drafter or "-",
-            str(len(files)),
-            f"{sum(files) / 1e6:.1f} MB",
-            "unchanged" if engine.unchanged else "built",
-        )
-    print_lines(table, *{engine.formats: None for engine in engines if engine.formats})
+        status = "unchanged" if engine.unchanged else "built"
+        sizes = str(len(files)), f"{sum(files) / 1e6:.1f} MB"
+        rows.append((str(engine.folder), build.drafts, build.drafter or "-", *sizes, status))
+    print_table(rows)
+    print_lines(*{engine.formats: None for engine in engines if engine.formats})
     for engine in engines:
         ranks = list_ranks_here(engine.folder, engine.manifest)
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
@@ -92,31 +86,31 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
 def print_dry_run(done: "DryRun") -> None:
     """Print what was read, then a line per engine."""
     _print_checkpoint(done.model)
-    folders = make_names_column("engine", [str(engine.folder) for engine in done.engines])
-    drafters = Column("drafter", no_wrap=True)
-    table = Table(folders, "nextn", drafters, "weights", "state", "build")
+    rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
         per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
-        table.add_row(
-            str(engine.folder),
-            f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
-            engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
-            f"{engine.state / 1e9:,.3f} GB{per_rank}",
-            "to do" if engine.new else "if changed",
+        rows.append(
+            (
+                str(engine.folder),
+                f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
+                engine.plan.drafter or "-",
+                f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
+                f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}",
+                "to do" if engine.new else "if changed",
+            )
         )
-    print_lines(table, fold=False)
+    print_table(rows)
     for engine in done.engines:
         _print_graphs(engine)
     for line in done.lacking:
-        print_lines(f"can't be built here: {escape(line)}")  # [group] of packages
+        print_lines(f"can't be built here: {line}")
     print_lines("dry run: nothing was written")
 
 
 def _print_checkpoint(model: "OpenedModel") -> None:
     """Print a checkpoint's size, and what an engine would change of its weights."""
     from mtpbuild.builder.compiler.notes import describe_formats
-    from mtpbuild.builder.program.opened_model import count_words
+    from mtpbuild.builder.program.opened_model import describe_counts
 
     files = [entry.file for entry in model.stored.tensors.values()]
     print_lines(
@@ -129,9 +123,9 @@ def _print_checkpoint(model: "OpenedModel") -> None:
         print_lines(f"weights would be quantised to {scheme.main}; embedding and head {head}")
     if model.unfit:
         print_lines(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
-    if counts := count_words(model.dequantised().elements()):
+    if counts := describe_counts(model.dequantised().elements()):
         print_lines(f"{counts} would be dequantised to {model.style.dtype}")
-    if counts := count_words(model.rounded().values()):
+    if counts := describe_counts(model.rounded().values()):
         print_lines(f"{counts} would be rounded to {model.style.rounds_to}")
 
 
@@ -143,9 +137,10 @@ def _print_graphs(engine: "EngineForecast") -> None:
     print_lines(f"{engine.folder}: exported without weights: {sizes}")
     if step := engine.graphs.get(PLAIN):
         start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-        held = f"weights {format_size(engine.weights)}, caches {format_size(engine.caches)}"
-        if engine.held != engine.weights:
-            held += f", all programs together hold {format_size(engine.held)} of weights"
+        weights, loaded = engine.weight_file_bytes, engine.loaded_weight_bytes
+        held = f"weights {format_size(weights)}, caches {format_size(engine.cache_bytes)}"
+        if loaded != weights:
+            held += f", all programs together hold {format_size(loaded)} of weights"
         temporary = max(graph.temporary for graph in engine.graphs.values())
         results = f"intermediate results up to {format_size(temporary)}"
         print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")
@@ -164,11 +159,11 @@ def print_stages(stages: "Stages") -> None:
 
 def print_quantized(done: "Quantized") -> None:
     """Print a line per format, then the weights that could not be quantised."""
-    table = Table("format", "weights", "size", "relative error")
+    rows = [("format", "weights", "size", "relative error")]
     for name, portion in done.portions.items():
         error = f"{portion.loss.relative:.2%}" if portion.loss.squares else "-"
-        table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
-    print_lines(table)
+        rows.append((name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error))
+    print_table(rows)
     if done.unfit:
         print_lines(
             f"{len(done.unfit)} weights stay as they are: their columns do not split into blocks "

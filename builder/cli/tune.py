@@ -21,10 +21,10 @@ def tune_head(
     flags: TuneFlags,
 ) -> None:
     """Train the MTP modules for prompts like those of a file; the text stays the same."""
-    from mtpbuild.builder.checks import needs
+    from mtpbuild.runtime.errors import explain_missing_package
 
     with show_progress("reading the checkpoint") as watch:
-        with needs("build", "torch", "onnx", "onnxscript"):
+        with explain_missing_package("tune-head", "build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.stages import Stages
             from mtpbuild.lab.tune.tune_head import TuneRequest, tune_head
         done = tune_head(TuneRequest(model, data, out, **vars(flags)), Stages(watch))

@@ -4,8 +4,7 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
 from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
-from mtpbuild.builder.compiler.job import Job, load_compiler, prepare, take_fingerprints
 from mtpbuild.builder.compiler.manifest_of import write_manifests
+from mtpbuild.builder.compiler.plans import Plans, plan_engines
+from mtpbuild.builder.compiler.workbench import Workbench
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.staged import StagedFolder, discard_stale, stage_folder
 from mtpbuild.builder.garbage import pause_garbage_collection
@@ -58,146 +58,119 @@ class BuiltEngine:
         return [0] * len(listed) + [file.size for files in listed for file in files.values()]
 
 
-def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
+def build(
+    request: BuildRequest, bench: Workbench, stages: Stages | None = None
+) -> list[BuiltEngine]:
     """Build one engine directory per nextn; keep engines that were built from the same inputs.
 
-    Raises UsageError, CheckpointError or BuildError. A failed build leaves no broken engine; the
-    next build of the same inputs reuses its finished parts (`engine/staged.py`).
+    bench: runs the engines that a build needs. Raises UsageError, CheckpointError, DownloadError or
+    BuildError. A failed build leaves no broken engine; the next build of the same inputs reuses its
+    finished parts (`engine/staged.py`).
     """
     stages = stages or Stages()
 
-    # 1. What to build: the model, the target, and for each nextn a plan and a folder.
-    job = prepare(request)
+    # 1. What to build: the model, the target, and for each nextn a plan and a folder; all refusals
+    # that need no weights. Then the weights, if they are not here.
+    plans = plan_engines(request, may_fetch=True).fetch()
 
     # 2. The compiler, and the checkpoint by its headers; for new engines this needs no hash.
-    new = any(map(job.is_new, job.plans))
-    model, formats = open_checkpoint(job, stages) if new else (None, "")
+    model = open_checkpoint(plans, stages) if any(map(plans.is_new, plans.engines)) else None
 
     # 3. Which engines are missing, and which of their ranks. Weights are sampled here.
     with stages("fingerprint"):
-        job = take_fingerprints(job, stages.watch)
-    todo = {out: ranks for out in job.plans if (ranks := job.lacking(out))}
-    if todo:
+        plans = plans.take_fingerprints(stages.watch)
+    missing = plans.missing()
+    formats = ""
+    if missing:
+        from mtpbuild.builder.compiler.notes import describe_formats
         from mtpbuild.builder.program.engine_weights import EngineWeights
 
-        model, formats = open_checkpoint(job, stages) if model is None else (model, formats)
-        if why := job.explain_small_disk(model):
-            raise BuildError(f"{job.source.name}: {why}")
+        model = model or open_checkpoint(plans, stages)
+        formats = describe_formats(model)
+        if why := plans.explain_small_disk(model):
+            raise BuildError(f"{plans.source.name}: {why}")
+        if request.calibration is not None:
+            model = calibrate_model(plans, model, bench, stages)
         weights = EngineWeights(model, stages.watch)
-    for out, ranks in todo.items():
-        build_engine(job, out, ranks, weights, stages)
+        for out, ranks in missing.items():
+            build_engine(plans, out, ranks, weights, bench, stages)
     if request.dump is not None and not request.dump.exists():
         logger.warning("note: --dump %s: no program had to be compiled: add --force", request.dump)
-    if todo and job.calibrates:
-        from mtpbuild.builder.compiler.own_text import discard_calibration
+    if missing and request.calibration is not None:
+        from mtpbuild.builder.compiler.calibrate import discard_calibration
 
-        discard_calibration(next(iter(job.plans)))
-    for out in job.plans.keys() - todo.keys():
-        discard_stale(out, job.fingerprints[out], rank=request.rank)
+        discard_calibration(plans.first)
+    for out in plans.engines.keys() - missing.keys():
+        discard_stale(out, plans.fingerprints[out], rank=request.rank)
     return [
-        BuiltEngine(out, read_manifest(out), out not in todo, formats if out in todo else "")
-        for out in job.plans
+        BuiltEngine(out, read_manifest(out), out not in missing, formats if out in missing else "")
+        for out in plans.engines
     ]
 
 
-def open_checkpoint(job: Job, stages: Stages) -> "tuple[OpenedModel, str]":
-    """Return the model, checked by its headers, and its formats; first load the compiler."""
+def open_checkpoint(plans: Plans, stages: Stages) -> "OpenedModel":
+    """Return the model, checked by its headers; first load the compiler."""
     with stages("load compiler"):
-        load_compiler(job.target, [*job.plans.values()])
-        from mtpbuild.builder.compiler.notes import describe_formats, log_notes
+        plans.load_compiler()
+        from mtpbuild.builder.compiler.notes import log_notes
     with stages("check checkpoint"):
-        model = job.open_model()
+        model = plans.open_model()
         log_notes(model)
-        return model, describe_formats(model)
+        return model
+
+
+def calibrate_model(
+    plans: Plans, model: "OpenedModel", bench: Workbench, stages: Stages
+) -> "OpenedModel":
+    """Calibrate the model's weights; what is not finished lies beside the first engine."""
+    from mtpbuild.builder.compiler.calibrate import calibrate
+    from mtpbuild.builder.weights.quantised_view import QuantisedView
+
+    view, inputs = model.checkpoint, plans.fingerprints[plans.first]
+    assert isinstance(view, QuantisedView)
+    view = calibrate(view, model.config, plans.request, plans.first, inputs, bench, stages)
+    return replace(model, checkpoint=view)
 
 
 def build_engine(
-    job: Job, out: Path, ranks: Iterable[int], weights: "EngineWeights", stages: Stages
+    plans: Plans,
+    out: Path,
+    ranks: Sequence[int],
+    weights: "EngineWeights",
+    bench: Workbench,
+    stages: Stages,
 ) -> None:
     """Build these ranks of an engine in a folder that gets its name when it is whole."""
-    plan, request, target = job.plans[out], job.request, job.target
-    inputs = f"{job.fingerprints[out]} {[*ranks]}"
+    plan, request, target = plans.engines[out], plans.request, plans.target
+    inputs = f"{plans.fingerprints[out]} {[*ranks]}"
     with stage_folder(
         out, inputs=inputs, discard_parts=request.force, rank=request.rank, put=layout.publish
     ) as staged:
         # 4. Weights: written once, shared by every engine that has the same ones.
         folders = layout.make_rank_folders(staged.folder, plan.ranks, ranks)
-        if job.calibrates and WEIGHTS not in staged.hashes(staged.folder):
-            calibrate_weights(job, weights, stages)
         with stages("write weights"):
             # onnx refuses links, so weights that programs embed get a file of their own.
-            siblings = None if target.embeds_weights(plan.options) else out.parent
+            siblings = None if plan.style.embeds_weights else out.parent
             places = write_weights(weights, staged, folders, siblings)
 
         # 5. One graph per program: step program -> torch.export -> target.
-        with open_dump(request, out):
-            programs = compile_programs(job, out, weights.model, places, staged, folders, stages)
-        inexact = explain_inexact(job, out, programs, folders)
+        programs = compile_programs(plans, out, weights.model, places, staged, folders, stages)
+        files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
+        inexact = target.explain_inexact(files)
+        if request.exact and inexact:
+            raise BuildError(f"--exact: {out.name}: {inexact}")
 
-        # 6. The directory: tokenizer, manifests with hashes, one rename.
+        # 6. The directory: tokenizer, manifests with hashes. The bench completes them, so that an
+        # engine which --exact refuses never gets its name.
         with stages("package"):
             for folder in folders.values():
-                if not target.keeps_weights(folder, plan.options):
+                if not target.keeps_weights_file(folder, plan):
                     (folder / WEIGHTS).unlink()
-            copy_side_files(job.source.folder, staged.folder, request.chat_template)
+            copy_side_files(plans.source.folder, staged.folder, request.chat_template)
             write_draft_ids(plan.draft_ids, staged.folder)
-            write = partial(write_manifests, job, out, weights.model, staged, folders, programs)
-            write(exact=inexact is None)
-        if inexact is None and plan.ranks.tp == 1:
-            with stages("probe"):
-                record_probe(staged.folder, out.name, write, refuse=request.exact)
-            if plan.adaptive:
-                with stages("time steps"):
-                    time_steps(staged.folder)
-
-
-def calibrate_weights(job: Job, weights: "EngineWeights", stages: Stages) -> None:
-    """Calibrate the model's weights; what is not finished lies beside the first engine."""
-    from mtpbuild.builder.compiler.own_text import calibrate_model
-
-    first = next(iter(job.plans))
-    how = job.request, first, job.fingerprints[first], stages, build
-    weights.model = calibrate_model(weights.model, *how)
-
-
-def open_dump(request: BuildRequest, out: Path) -> AbstractContextManager[None]:
-    """Return the context in which graphs are dumped, if the request asks for it."""
-    from mtpbuild.builder.targets.passes import dump_to
-
-    return dump_to(None if request.dump is None else request.dump / out.name)
-
-
-def explain_inexact(
-    job: Job, out: Path, programs: dict[str, ProgramSpec], folders: dict[int, Path]
-) -> str | None:
-    """Return why these programs are not exact, None if they are; with --exact, raise BuildError."""
-    files = {folder / spec.file for spec in programs.values() for folder in folders.values()}
-    inexact = job.target.inexact(files)
-    if job.request.exact and inexact:
-        raise BuildError(f"--exact: {out.name}: {inexact}")
-    return inexact
-
-
-def record_probe(folder: Path, name: str, write: Callable[..., None], refuse: bool) -> None:
-    """Probe whether an engine is exact; `write` the result, or raise BuildError (`refuse`)."""
-    from mtpbuild.lab.measure.checks import probe
-
-    found = probe(folder)
-    if found.wrong is not None and refuse:
-        raise BuildError(f"--exact: {name}: {found.wrong}")
-    if found.wrong is not None:
-        logger.warning("note: %s is not exact: %s", name, found.wrong)
-    write(exact=found.wrong is None, probed=found.checked)
-
-
-def time_steps(folder: Path) -> None:
-    """Measure an adaptive engine's steps, so that its first load on this machine need not."""
-    from mtpbuild.runtime.engine.step_times import BUILD_SECONDS, open_step_times
-    from mtpbuild.runtime.programs import load_programs
-
-    manifest = read_manifest(folder)
-    programs = load_programs(folder, manifest)
-    open_step_times(programs, manifest, None, BUILD_SECONDS)
+            exact = None if inexact is None else False
+            write_manifests(plans, out, weights.model, staged, folders, programs, exact)
+        bench.finish(staged.folder, out.name, stages, exact=request.exact)
 
 
 def write_weights(
@@ -215,7 +188,7 @@ def write_weights(
 
 
 def compile_programs(
-    job: Job,
+    plans: Plans,
     out: Path,
     model: "OpenedModel",
     places: "dict[str, ByteRange]",
@@ -230,11 +203,12 @@ def compile_programs(
     """
     from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
     from mtpbuild.builder.program.programs import make_programs
+    from mtpbuild.builder.targets.passes import dump_to
 
-    plan, target = job.plans[out], job.target
-    shared = plan.ranks.tp == 1 or target.ranks_share_programs
-    if shared and not job.request.force:
-        built = layout.find_intact_rank(out, job.fingerprints[out])
+    plan, request, target = plans.engines[out], plans.request, plans.target
+    shared = plan.ranks.tp == 1 or plan.style.ranks_share_programs
+    if shared and not request.force:
+        built = layout.find_intact_rank(out, plans.fingerprints[out])
         if built is not None:
             layout.share_programs(built, folders.values())
             return read_manifest(built).programs
@@ -254,7 +228,8 @@ def compile_programs(
 
     programs = dict[str, ProgramSpec]()
     # Graphs are full of live cycles: the garbage collector would take a tenth of the time.
-    with pause_garbage_collection(), target.compiling():
+    dump = None if request.dump is None else request.dump / out.name
+    with dump_to(dump), pause_garbage_collection(), target.compiling():
         for program in make_programs(plan, model.model):
             trace = cache(partial(trace_one, program))  # at most once, for all ranks
             for rank, folder in [first] if shared else [first, *others]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checks import in_range, needs
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.checks import in_range
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
@@ -25,7 +25,7 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
     asked: a number of tokens, or a file of ids: JSON, one id a line, or SGLang's token map (.pt).
     """
     if asked.isdecimal():
-        count = in_range(1, int(asked), vocab_size - 1, FLAG)
+        count = in_range(int(asked), 1, vocab_size - 1, FLAG)
         ids = list(list_most_frequent(checkpoint / TOKENIZER, vocab_size))[:count]
         if len(ids) < count:
             raise UsageError(f"{FLAG} {count}: {checkpoint / TOKENIZER} has {len(ids)} tokens")
@@ -34,10 +34,10 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
     for id in ids:
         if type(id) is not int or not 0 <= id < vocab_size:
             raise UsageError(f"{FLAG} {asked}: {id!r} is not a token id below {vocab_size}")
-    found = tuple(sorted(set(ids)))
-    if not 0 < len(found) < vocab_size:
-        raise UsageError(f"{FLAG} {asked}: names {len(found)} of {vocab_size} tokens")
-    return found
+    distinct = tuple(sorted(set(ids)))
+    if not 0 < len(distinct) < vocab_size:
+        raise UsageError(f"{FLAG} {asked}: names {len(distinct)} of {vocab_size} tokens")
+    return distinct
 
 
 def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
@@ -71,13 +71,13 @@ def read_ids(path: Path) -> list[Any]:
     """Read the ids in a file, in its order."""
     try:
         if path.suffix == ".pt":
-            with needs("build", "torch"):
+            with explain_missing_package("--draft-vocab", "build", "torch"):
                 import torch
             ids: list[Any] = torch.load(path, weights_only=True).flatten().tolist()
             return ids
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else [*map(int, text.split())]
-        return found if isinstance(found, list) else [found]
+        read = json.loads(text) if text.lstrip().startswith("[") else [*map(int, text.split())]
+        return read if isinstance(read, list) else [read]
     except OSError as error:
         raise UsageError(f"{FLAG} {path}: neither a number nor a file ({error.strerror})") from None
     except Exception as error:  # torch.load raises many kinds for files that are not its own

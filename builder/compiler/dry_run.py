@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -21,10 +21,10 @@ class EngineForecast:
 
     folder: Path
     plan: Plan
-    weights: int  # bytes of the weights file
-    held: int  # bytes of weights that all programs hold together
-    state: int  # bytes of the state at run time
-    caches: int  # bytes of caches in `state`
+    weight_file_bytes: int
+    loaded_weight_bytes: int  # of all programs together
+    state_bytes: int  # at run time
+    cache_bytes: int  # of the state
     graphs: "dict[str, StepCounts]"  # program -> counts of its graph
     new: bool  # or a build compares the engine that is there, as hashes are not taken here
 
@@ -44,26 +44,37 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     Raises the errors that `build` would raise before it writes. Things that only this machine lacks
     are listed in `lacking` instead.
     """
-    job = prepare(replace(request, dry_run=True))
-    with stages("load compiler"), job.target.importing():
+    plans = plan_engines(replace(request, dry_run=True))
+    target = plans.target
+    with stages("load compiler"), target.importing():
         from mtpbuild.builder.compiler import weightless
 
-        lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
+        lacking = dict.fromkeys(
+            chain.from_iterable(map(target.list_missing, plans.engines.values()))
+        )
     with stages("check checkpoint"):
-        model = job.open_model(device="meta")
+        model = plans.open_model(device="meta")
         # Ranks of one expert group have equal shapes; the first `ep` ranks are in different groups.
-        weightless.check_slices(model, job.ranks[: request.ranks.ep], stages.watch)
-    if why := job.explain_small_disk(model):
+        weightless.check_slices(model, plans.ranks[: request.ranks.ep], stages.watch)
+    if why := plans.explain_small_disk(model):
         lacking[why] = None
-    weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
-    held = {out: job.target.held_bytes(model, plan) for out, plan in job.plans.items()}
+    weight_file_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    loaded = {out: target.count_loaded_weights(model, plan) for out, plan in plans.engines.items()}
     with stages("export"):
-        graphs = weightless.export(model, job.plans.values(), job.target.trace, stages.watch)
+        graphs = weightless.export(model, plans.engines.values(), target.trace, stages.watch)
     engines = []
-    for (out, plan), counts in zip(job.plans.items(), graphs, strict=True):
+    for (out, plan), counts in zip(plans.engines.items(), graphs, strict=True):
         specs = make_state_specs(plan)
-        state = sum(map(count_state_bytes, specs))
-        caches = sum(count_state_bytes(s) for s in specs if s.role == "rows")
-        sizes = weights, held[out], state, caches
-        engines.append(EngineForecast(out, plan, *sizes, counts, job.is_new(out)))
+        engines.append(
+            EngineForecast(
+                folder=out,
+                plan=plan,
+                weight_file_bytes=weight_file_bytes,
+                loaded_weight_bytes=loaded[out],
+                state_bytes=sum(map(count_state_bytes, specs)),
+                cache_bytes=sum(count_state_bytes(s) for s in specs if s.role == "rows"),
+                graphs=counts,
+                new=plans.is_new(out),
+            )
+        )
     return DryRun(model, engines, list(lacking))

@@ -1,18 +1,18 @@
 """A hash over everything that a build reads: builds with equal hashes make the same engine.
 
-Of our own code it covers all that tracing and lowering import.
+Of our own code it covers the folders that tracing and lowering use.
 """
 
 import ast
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, pairwise, starmap
 from operator import index
@@ -39,12 +39,13 @@ MOST_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
 PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[2]
-# These modules import the rest: weights, the step program, operators, the contract.
-STAGES = ("builder.program.opened_model", "builder.weights.placed", "builder.program.trace")
-# The only modules of the runtime that graphs depend on.
-CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
-# This module imports all families. An engine depends on its own alone, which the caller names.
-REGISTRY = f"{PACKAGE}.builder.models"
+# What makes every engine. A target's folder, and those of drafters and passes, come to them.
+SOURCES = (
+    *("builder/checkpoint/*.py", "builder/formats/*.py", "builder/gguf/*.py", "builder/graph/*.py"),
+    *("builder/models/**/*.py", "builder/weights/*.py", "builder/plan/plan.py"),
+    *("builder/program/*.py", "builder/targets/*.py", "builder/overrides.py"),
+    *("plugins/**/*.py", "runtime/contract/*.py", "runtime/ranks.py"),
+)
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -87,21 +88,20 @@ def fingerprint(
     checkpoint: its `hash_files`. The result is the same on every machine, so it tells whether ranks
     that were built on different machines belong together.
     """
-    modules = [type(target).__module__, getattr(target, "lowering", "")]
-    modules += [type(plan.config).__module__, *plan.style.pipeline.modules]
-    if plan.calibrated is not None:
-        modules.append(f"{PACKAGE}.builder.weights.calibration")
+    # Targets, passes and families may be another package's.
+    modules = [type(target).__module__, *target.uses, *plan.style.pipeline.modules]
+    modules.append(type(plan.config).__module__)
     if plan.drafter is not None:
         modules += find_drafter(plan.drafter).sources
     inputs = {
         "checkpoint": dict(checkpoint),
         "plan": asdict(plan),
-        "target": target.name,
+        "target": {"name": target.name, **asdict(target)},
         "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
         "states": [spec.model_dump() for spec in make_state_specs(plan)],
-        "sources": hash_of_code(*filter(None, modules)),
+        "sources": hash_of_code(*modules),
         "versions": {name: _find_version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -165,74 +165,33 @@ def _find_version(name: str) -> str:
 
 
 def hash_of_code(*modules: str, tree: Path = TREE) -> str:
-    """Return the sha256 of all code that these modules and the stages of a build import.
+    """Return the sha256 of the code that every engine is made by, and of these modules' folders.
 
-    Comments, docstrings and line breaks don't count. The folder of a model family or an operator
-    counts as a whole, since its modules are imported late and by name. tree: the source's root.
+    Comments, docstrings and line breaks don't count. tree: the source's root.
     """
-    found, todo = dict[str, str](), [*(f"{PACKAGE}.{stage}" for stage in STAGES), *modules]
-    own = {name.partition(".")[0] for name in todo}
-    while todo:
-        name = todo.pop()
-        path = None if name in found else _find_module_file(name, tree)
-        if path is None:
-            continue
-        found[name], imported = _parse_code(path.read_text(encoding="utf-8"))
-        if name != REGISTRY:
-            names = (*imported, *_find_modules_beside(name, path, tree))
-            todo += [each for each in names if each.partition(".")[0] in own and _is_covered(each)]
-    return hashlib.sha256("\n".join(f"{n}\n{found[n]}" for n in sorted(found)).encode()).hexdigest()
+    code = {path.relative_to(tree): path for pattern in SOURCES for path in tree.glob(pattern)}
+    for name in modules:
+        code.update(_list_files_beside(name, tree))
+    texts = {str(place): path.read_text(encoding="utf-8") for place, path in code.items()}
+    lines = (f"{place}\n{_drop_docstrings(texts[place])}" for place in sorted(texts))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _list_files_beside(name: str, tree: Path) -> dict[Path, Path]:
+    """Return the files of a module's folder, by their place on any machine."""
+    root, *parts = name.split(".")
+    place = tree.joinpath(*parts) if root == PACKAGE else Path(import_module(name).__file__ or "")
+    if root != PACKAGE and not parts:
+        return {Path(place.name): place}
+    folder = place if place.is_dir() else place.parent
+    return {Path(root, folder.name, path.name): path for path in folder.glob("*.py")}
 
 
 @cache
-def _parse_code(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return a module's code without docstrings, and the names that it imports."""
+def _drop_docstrings(text: str) -> str:
+    """Return a module's code without docstrings."""
     code = ast.parse(text)
-    imported = tuple(_find_imported_names(code))
     for node in ast.walk(code):
         if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(code), imported
-
-
-def _is_covered(name: str) -> bool:
-    return not name.startswith(f"{PACKAGE}.runtime") or name.startswith(CONTRACT)
-
-
-def _find_module_file(name: str, tree: Path) -> Path | None:
-    """Return a module's file, or None if the name is not a module's but, say, a function's."""
-    root, *rest = name.split(".")
-    module = sys.modules.get(root)
-    folders = [str(tree)] if root == PACKAGE else [*getattr(module, "__path__", ())]
-    if not folders:
-        found = None if rest else getattr(module, "__file__", None)
-        return None if found is None else Path(found)
-    place = Path(folders[0]).joinpath(*rest)
-    files = (place.with_suffix(".py"), place / "__init__.py")
-    return next((file for file in files if file.is_file()), None)
-
-
-def _find_imported_names(code: ast.AST) -> Iterator[str]:
-    """Yield all names that a module imports, at any depth, except those for types alone."""
-    for node in ast.iter_child_nodes(code):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(f"{PACKAGE}."):
-            yield str(node.value)  # imported late, by this name
-        else:
-            yield from _find_imported_names(node)
-
-
-def _find_modules_beside(name: str, path: Path, tree: Path) -> Iterator[str]:
-    """Yield the other modules of a folder that is a family's or an operator's."""
-    families, operators = tree / "builder" / "models", tree / "plugins"
-    folder = path.parent
-    if folder.parent in (families, operators) and folder.name != "common":
-        above = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        names = (file.stem for file in folder.glob("*.py"))
-        yield from (above if stem == "__init__" else f"{above}.{stem}" for stem in names)
+    return ast.unparse(code)

@@ -103,14 +103,14 @@ class Repository:
     def fetch_gguf_header(self, name: str, place: Path) -> None:
         """Fetch a GGUF file's header into a file of the whole file's size."""
         size, count = self.files[name].size or 0, 10 * START
-        most = min(size, MOST_BYTES)
+        limit = min(size, MOST_BYTES)
         while True:
             start = self._read_start(name, count)
             with place.open("wb") as file:
                 file.write(start)
                 file.truncate(size)
             end = find_header_end(place) if start.startswith(MAGIC) else 0
-            if count >= most or (end is not None and end <= count):
+            if count >= limit or (end is not None and end <= count):
                 return
             count *= 4
 
@@ -179,6 +179,7 @@ class Repository:
 
 def open_repository(name: str, revision: str) -> Repository:
     """Ask the hub about a repository; raise DownloadError, such as UnreachableError."""
+    hub_logging.set_verbosity(logging.ERROR)  # besides errors it shows only progress bars
     with explain_errors(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -208,17 +209,6 @@ def find_hub_address() -> str:
 
 
 @contextmanager
-def silence_hub() -> Iterator[None]:
-    """Silence huggingface_hub except for progress bars; its errors become one line of ours."""
-    before = hub_logging.get_verbosity()
-    hub_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        hub_logging.set_verbosity(before)
-
-
-@contextmanager
 def explain_errors(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
@@ -238,8 +228,8 @@ def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
             todo = f"ask for access at {hub}/{name}, then set HF_TOKEN or run `hf auth login`"
             return DownloadError(f"{name} is gated: {todo}")
         case errors.RepositoryNotFoundError():
-            found = f"{name} is neither a folder here nor a repository of {hub}"
-            return DownloadError(f"{found} (a private one needs an HF_TOKEN that may read it)")
+            fault = f"{name} is neither a folder here nor a repository of {hub}"
+            return DownloadError(f"{fault} (a private one needs an HF_TOKEN that may read it)")
         case errors.RevisionNotFoundError():
             return DownloadError(f"{name} has no revision {revision}: name a branch, tag or commit")
         case errors.HFValidationError():

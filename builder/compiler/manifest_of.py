@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import side_files
-from mtpbuild.builder.compiler.job import Job
+from mtpbuild.builder.compiler.plans import Plans
 from mtpbuild.builder.engine.staged import StagedFolder
 from mtpbuild.builder.plan.plan import make_state_specs
 from mtpbuild.runtime.contract.drafters import package_of_drafter
@@ -28,29 +28,27 @@ if TYPE_CHECKING:
 
 
 def write_manifests(
-    job: Job,
+    plans: Plans,
     out: Path,
     model: "OpenedModel",
     staged: StagedFolder,
     folders: Mapping[int, Path],
     programs: dict[str, ProgramSpec],
-    *,
-    exact: bool,
-    probed: tuple[str, ...] = (),
+    exact: bool | None,
 ) -> None:
     """Write engine.json into the engine's folder, and into its ranks' folders if it is split.
 
-    exact: whether results depend on tokens and weights alone. probed: the checks that tested it.
+    exact: false if the programs' operators rule it out; None until a probe has run.
     """
-    plan = job.plans[out]
+    plan = plans.engines[out]
     first = next(iter(folders.values()))
     ranks: dict[Path, int | None] = {folder: rank for rank, folder in folders.items()}
     for folder, rank in (ranks | {staged.folder: None}).items():
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=make_model_info(model),
-            build=build_info(job, out, model, exact=exact, probed=probed),
-            target=job.target.info(plan),
+            build=build_info(plans, out, model, exact),
+            target=plans.target.info(plan),
             capabilities={
                 "acceptance": [*BUILT_IN, *plan.rules],
                 "drafter": [] if plan.drafter is None else [plan.drafter],
@@ -76,9 +74,9 @@ def make_model_info(model: "OpenedModel") -> ModelInfo:
     )
 
 
-def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> BuildInfo:
+def build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool | None) -> BuildInfo:
     """Return the flags of the build; most are fields of the plan with the same names."""
-    plan, layers = job.plans[out], job.request.layers
+    plan, layers = plans.engines[out], plans.request.layers
     packages = {name: package_of_rule(name) for name in plan.rules}
     if plan.drafter is not None:
         packages[plan.drafter] = package_of_drafter(plan.drafter)
@@ -88,11 +86,11 @@ def build_info(job: Job, out: Path, model: "OpenedModel", **found: Any) -> Build
         weights=model.weights_type,
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
-        **found,
+        exact=exact,
         probe_version=PROBE_VERSION,
         packages={name: package for name, package in packages.items() if package},
-        fingerprint=job.fingerprints[out],
-        revision=job.request.revision,
+        fingerprint=plans.fingerprints[out],
+        revision=plans.request.revision,
         layers=None if layers is None else str(layers),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mtpbuild.builder.formats.integers import WIDE
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.program.opened_model import OpenedModel, count_words
+from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 
 
 def log_notes(model: OpenedModel) -> None:
@@ -18,8 +18,8 @@ def log_notes(model: OpenedModel) -> None:
 def list_notes(model: OpenedModel) -> Iterator[str]:
     """Yield a line for each part of the checkpoint that the engine leaves out or changes."""
     dtype = model.style.dtype
-    if found := count_words(model.dequantised().elements()):
-        yield f"quantised weights ({found}) are dequantised: the engine holds them in {dtype}"
+    if counts := describe_counts(model.dequantised().elements()):
+        yield f"quantised weights ({counts}) are dequantised: the engine holds them in {dtype}"
     if count := sum(bool(held) and each in WIDE.values() for each, held in model.quantised()):
         yield f"{count} weights with fp32 scales get fp16 ones, quantised anew where inexact"
     if unfit := model.unfit:
@@ -27,9 +27,9 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
         yield f"{len(unfit)} weights stay in {dtype}: {what}"
     if left := model.stored.left_out(model.config):
         yield f"the MTP head is left out ({left[0]}, ..): it is not whole, and no draft needs it"
-    own = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
-    for what, modules in own.items():
-        if names := ", ".join(model.family.name_module(model.config, j) for j in modules):
+    copies = {"embedding": model.config.own_embeddings, "head": model.config.own_heads}
+    for what, modules in copies.items():
+        if names := ", ".join(model.config.name_module(j) for j in modules):
             yield f"the {what} stored in {names} differs from the trunk's: drafts use it"
     if count := model.stored.tower:
         yield f"the vision tower ({count} tensors) is left out: the engine reads text alone"
@@ -37,7 +37,7 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
 
 def describe_formats(model: OpenedModel) -> str:
     """Say in which format checkpoint and engine have most products of trunk, head and module."""
-    c, found = model.config, dict[str, Counter[str]]()
+    c, formats = model.config, dict[str, Counter[str]]()
     for name, held in model.table.stored_formats.items():
         layer = model.family.may_be_quantised(c, name)
         if layer is not None:
@@ -49,6 +49,6 @@ def describe_formats(model: OpenedModel) -> str:
         format = model.stored.format(name)
         stored = model.stored.tensors[name].dtype.lower() if format is None else format.name
         kept = model.style.dtype if held is None else held.name
-        found.setdefault(part, Counter())[f"{part} {stored}, held in {kept}"] += 1
-    parts = (found[part] for part in ("trunk", "head", "MTP module") if part in found)
+        formats.setdefault(part, Counter())[f"{part} {stored}, held in {kept}"] += 1
+    parts = (formats[part] for part in ("trunk", "head", "MTP module") if part in formats)
     return "; ".join(part.most_common(1)[0][0] for part in parts)

@@ -1,133 +1,226 @@
-"""Turn a request into plans, with the checks that need no more than flags and config.json."""
+"""Turn a request into the plans of its engines, with every refusal that needs no weights."""
 
 import logging
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
-from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
-from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.compiler.draft_vocab import draft_ids
-from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models import find_family_of, load_config
-from mtpbuild.builder.models.modules import count_stored_modules
+from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files, hash_head_files, identity
+from mtpbuild.builder.compiler.flag_checks import (
+    check_flags,
+    check_rules,
+    check_style,
+    check_target,
+    choose_draft_ids,
+    choose_nextns,
+    name_suffix,
+)
+from mtpbuild.builder.compiler.source import ModelSource, find_source
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.staged import count_staged_bytes
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.context import USUAL, choose_context, count_weights_bytes
-from mtpbuild.builder.plan.machine import measure_memory
+from mtpbuild.builder.plan.machine import THIS_MACHINE, Room, explain_small_disk, measure_memory
 from mtpbuild.builder.plan.plan import (
     ADAPTIVE_NEXTN,
-    Nextn,
     Plan,
     choose_drafter,
     count_state_bytes,
-    in_order,
     make_state_specs,
 )
-from mtpbuild.builder.plan.recipe import FoundModel, find_model
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import build_options, list_target_names, load_target
+from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.scheme import FLOATS, SCHEMES
-from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
-from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
-from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.target_options import make_options
-from mtpbuild.runtime.contract.targets import find_target, list_targets_with
-from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.text.tokenizer_files import read_template
+from mtpbuild.builder.weights.drafter_weights import find_brought_files
+from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES
+from mtpbuild.runtime.checks import in_range
+from mtpbuild.runtime.contract.manifest import (
+    MAX_BATCH,
+    MAX_CHUNK,
+    MAX_SEQ_LEN,
+    hash_file,
+    list_ranks_here,
+)
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program.opened_model import OpenedModel
 
 # The products of a layer that tell in which formats a checkpoint is.
 PRODUCT = "model.layers.{}.{}_proj.weight"
 PARTS = ("self_attn.o", "mlp.down", "mlp.experts.0.down")
 
+logger = logging.getLogger(__name__)
 
-def check_flags(request: BuildRequest) -> Target:
-    """Make the checks that need no model, and so come before a download; return the target."""
-    target = load_target(request.target)
-    if request.scheme is not None:
-        check_format(target, "--weights", request.scheme.main)
-        check_format(target, "--head-weights", request.scheme.head)
-    if request.chat_template is not None:
-        read_template(request.chat_template)
-    if request.dump is not None and request.dump.exists():
-        raise UsageError(f"--dump {request.dump} is there already: name a new folder")
-    if request.dump is not None and request.dry_run:
-        raise UsageError(
-            f"--dump {request.dump}: a dry run compiles nothing: leave one of them out"
+
+@dataclass(frozen=True)
+class Plans:
+    """A checked request: its target and model, and the plan of each engine by its folder."""
+
+    request: BuildRequest
+    target: Target
+    source: ModelSource
+    engines: Mapping[Path, Plan]
+    brought: Sequence[Path] = ()  # files of the drafter's own weights
+    # Builds with equal ones make the same engine; empty until `take_fingerprints`.
+    fingerprints: Mapping[Path, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks to build; an engine that is not split is its rank 0."""
+        rank = self.request.rank
+        return range(self.request.ranks.tp) if rank is None else [rank]
+
+    @property
+    def first(self) -> Path:
+        """The folder of the first engine, beside which a calibration is resumed."""
+        return next(iter(self.engines))
+
+    def is_new(self, out: Path) -> bool:
+        """Return whether this engine is built whatever its fingerprint is."""
+        manifest = layout.find_engine(out)
+        if manifest is None or self.request.force:
+            return True
+        return manifest.split and not {*self.ranks} <= {*list_ranks_here(out, manifest)}
+
+    def fetch(self, room: Room = THIS_MACHINE) -> "Plans":
+        """Fetch the model's weights unless they are here, if this machine can compile its engines.
+
+        room: measures the machine's disks and memory.
+        """
+        if self.source.remote is None:
+            return self
+        self.load_compiler()
+        return replace(self, source=self.source.fetch(self.request, self.engines, room))
+
+    def load_compiler(self) -> None:
+        """Import the compiler; raise BuildError if it can't compile the plans on this machine."""
+        with self.target.importing():
+            from mtpbuild.builder.program import opened_model  # noqa: F401  # it imports torch
+
+            for plan in self.engines.values():
+                self.target.check_machine(plan)
+
+    def open_model(self, device: str = "cpu") -> "OpenedModel":
+        """Open the model, after checking every tensor's name, shape and dtype in the checkpoint.
+
+        device: "meta" if the caller never reads values. Raises CheckpointError, and UsageError or
+        BuildError if the target's engines can't hold the model.
+        """
+        from mtpbuild.builder.program.opened_model import open_model
+
+        plan = self.engines[self.first]
+        model = open_model(
+            self.source,
+            self.source.config,
+            self.source.ids,
+            plan.style,
+            ranks=self.request.ranks,
+            layers=self.request.layers,
+            drafts=any(plan.nextn for plan in self.engines.values()),
+            draft_ids=plan.draft_ids,
+            brought=self.brought,
+            scheme=plan.scheme,
+            device=device,
         )
-    if request.exact and not target.may_be_exact:
-        can = list_target_names(lambda other: other.may_be_exact)
-        raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")
-    return target
+        for plan in self.engines.values():
+            self.target.check_model(model, plan)
+        return model
+
+    def take_fingerprints(self, watch: Watch = ignore) -> "Plans":
+        """Return the plans with fingerprints, for which all that a build reads is hashed.
+
+        Raises BuildError if a single rank would replace the ranks of another build.
+        """
+        request, source, text = self.request, self.source, self.request.calibration
+        checkpoint = hash_files(source.folder, watch)
+        if source.mtp is not None:
+            checkpoint |= hash_head_files(source.mtp)
+        if request.chat_template is not None:
+            checkpoint["chat_template"] = hash_file(request.chat_template)
+        checkpoint |= {f"drafter/{i}": identity(path) for i, path in enumerate(self.brought)}
+        if text not in (None, OWN_TEXT):
+            checkpoint["calibration"] = identity(Path(text))
+        prints = {
+            out: fingerprint(checkpoint, plan, self.target, request.layers)
+            for out, plan in self.engines.items()
+        }
+        if request.rank is not None:
+            for out in self.engines:
+                layout.refuse_mixed_ranks(out, prints[out], force=request.force)
+        return replace(self, fingerprints=prints)
+
+    def missing(self) -> dict[Path, Sequence[int]]:
+        """Return the ranks to build of each engine: those that it lacks or has from other inputs.
+
+        With --force these are all. Without fingerprints an engine that is there lacks nothing.
+        """
+        ranks = dict[Path, Sequence[int]]()
+        for out in self.engines:
+            if self.request.force or (not self.fingerprints and self.is_new(out)):
+                ranks[out] = self.ranks
+            elif self.fingerprints:
+                ranks[out] = layout.find_missing_ranks(out, self.fingerprints[out], self.ranks)
+        return {out: missing for out, missing in ranks.items() if missing}
+
+    def explain_small_disk(self, model: "OpenedModel") -> str | None:
+        """Return why the disk has no room for the engines that are missing; None if it has.
+
+        They share one weights file for each rank, unless their programs hold the weights too.
+        """
+        weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        shared = apart = already = 0
+        for out, ranks in self.missing().items():
+            plan = self.engines[out]
+            if plan.style.embeds_weights:
+                apart += len(ranks) * (weights + self.target.count_loaded_weights(model, plan))
+            else:
+                shared = max(shared, len(ranks) * weights)
+            already += count_staged_bytes(out, self.request.rank)
+        return explain_small_disk(self.first.parent, shared + apart - already)
 
 
-def check_format(target: Target, flag: str, format: str | None) -> None:
-    """Raise UsageError for a format that the target can't keep, and name the targets that can."""
-    if format is not None and format not in target.formats:
-        keeps = ", ".join(target.formats) or "no quantised weights"
-        can = list_target_names(lambda other: format in other.formats)
-        raise UsageError(
-            f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
-        )
+def plan_engines(request: BuildRequest, *, may_fetch: bool = False) -> Plans:
+    """Check a request, and plan its engines; read no weights.
+
+    may_fetch: whether the small files of a model that is not here may be downloaded. Raises
+    UsageError, CheckpointError, BuildError, MissingWeightsError or DownloadError.
+    """
+    target = check_flags(request)
+    return make_plans(request, target, find_source(request, may_fetch=may_fetch))
 
 
-def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
-    """Return the model, or the requested slice of it, and its configuration."""
-    found = find_model(request.model, request.checkpoint, request.revision)
-    return cut_layers(request, replace(found, mtp=request.mtp))
-
-
-def cut_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
-    """Return the model and its configuration; --layers cuts both and is added to the name."""
-    config = load_config(source.folder)
-    if source.mtp is not None:
-        from mtpbuild.builder.weights.head import open_head
-
-        modules = count_stored_modules(
-            find_family_of(config), config, open_head(source.mtp, config).tensors
-        )
-        config = load_config(source.folder, modules)
-    if request.layers is None:
-        return source, config
-    name, engine = (f"{n}-layers{request.layers}" for n in (source.name, source.engine))
-    return replace(source, name=name, engine=engine), request.layers.of(config)
-
-
-def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -> dict[Path, Plan]:
+def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Plans:
     """Return the plan of the engine for each nextn, by the engine's folder."""
+    config = source.config
     nextns = choose_nextns(config, request, source.folder)
-    target = load_target(request.target)
-    options = make_options(target.name, request.options, build_options, flags=True)
-    check_target(target, request, options, nextns)
-    style = target.style(options, config)
+    check_target(target, request, nextns)
+    style = target.style
     check_style(target, request, config, style)
     check_rules(target, request, style)
     check_ranks(config, request.ranks)
-    capabilities = target.compute_capabilities(request, options)
+    capabilities = target.compute_capabilities(request)
     limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
     length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
     ids = choose_draft_ids(request, nextns, source.folder, config.vocab_size)
     suffix = name_suffix(request, style, ids)
-    plans = dict[Path, Plan]()
+    engines = dict[Path, Plan]()
     for asked in nextns:
         nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             out = out / f"{source.engine}_n{asked}{suffix}"
-        plans[out] = Plan(
+        engines[out] = plan = Plan(
             config=config,
             nextn=nextn,
             drafter=choose_drafter(config, asked, request.drafter),
-            max_batch=in_range(1, request.max_batch, MAX_BATCH, "--max-batch"),
-            max_seq_len=in_range(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
-            prefill_chunk=in_range(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
+            max_batch=in_range(request.max_batch, 1, MAX_BATCH, "--max-batch"),
+            max_seq_len=in_range(length, nextn + 4, MAX_SEQ_LEN, "--max-seq-len"),
+            prefill_chunk=in_range(request.prefill_chunk, 1, MAX_CHUNK, "--prefill-chunk"),
             style=style,
             ranks=request.ranks,
             compute_capabilities=capabilities,
-            options=options,
             adaptive=asked == "auto",
             scheme=request.scheme,
             rules=request.acceptance_rules,
@@ -137,12 +230,17 @@ def make_plans(request: BuildRequest, source: FoundModel, config: ModelConfig) -
     settings, last = read_quantisation(source.folder), config.num_hidden_layers - 1
     stored = {name_stored_format(settings, PRODUCT.format(last, part)) for part in PARTS}
     for scheme in [request.scheme] if request.scheme else [SCHEMES[name] for name in stored]:
-        target.check_formats((scheme.main, scheme.mtp, scheme.head), plans[out])
+        target.check_formats((scheme.main, scheme.mtp, scheme.head), plan)
     # Engines with our kernels take memory only for the rows of their caches that are in use.
     if request.max_seq_len is None and style.packs_weights and length < limit:
-        length = find_longest_context(plan=plans[out], limit=limit, folder=source.folder)
-        plans = {out: replace(plan, max_seq_len=length) for out, plan in plans.items()}
-    return plans
+        length = find_longest_context(plan, limit, source.folder)
+        engines = {out: replace(plan, max_seq_len=length) for out, plan in engines.items()}
+    for out in engines:
+        layout.check_place(out, source.name, force=request.force)
+    note_context(request, next(iter(engines.values())))
+    drafters = dict.fromkeys(plan.drafter for plan in engines.values())
+    brought = [path for name in drafters for path in find_brought_files(name, config)]
+    return Plans(request, target, source, engines, brought)
 
 
 def find_longest_context(plan: Plan, limit: int, folder: Path) -> int:
@@ -154,100 +252,23 @@ def find_longest_context(plan: Plan, limit: int, folder: Path) -> int:
     return choose_context(limit, measure_memory(), count_weights_bytes(plan, folder), state_bytes)
 
 
-def choose_draft_ids(
-    request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
-) -> tuple[int, ...]:
-    """Return the ids of the tokens that drafts are chosen from; () means all tokens."""
-    if request.draft_vocab is None:
-        return ()
-    if nextns == (0,):
-        raise UsageError("--draft-vocab is for engines that draft: --nextn 0 has no drafts")
-    if request.ranks.tp > 1:
-        raise UsageError("--draft-vocab is for one rank: with --tp every rank has a part of a head")
-    return draft_ids(request.draft_vocab, folder, vocab_size)
-
-
-def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> tuple[Nextn, ...]:
-    """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
-    if request.nextn is not None:
-        return in_order(request.nextn)
-    if config.num_nextn_predict_layers == 0:
-        raise UsageError(
-            "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "
-            f"the same model with --mtp FILE_OR_FOLDER{offer_unnamed_head(folder)}"
-        )
-    return (config.num_nextn_predict_layers,)
-
-
-def check_target(
-    target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
-) -> None:
-    """Raise UsageError for flags that the target can't build, and name the targets that can."""
-    if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
-        can = list_targets_with(Feature.ADAPT)
-        raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
-    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
-        can = list_target_names(lambda other: other.several_ranks)
-        raise UsageError(f"--tp and --ep are for target {can}")
-    if request.rank is not None:
-        if request.ranks.tp == 1:
-            raise UsageError("--rank is one of several: say --tp, how many they are")
-        in_range(0, request.rank, request.ranks.tp - 1, "--rank")
-    target.check(request, options)
-
-
-def check_style(
-    target: Target, request: BuildRequest, config: ModelConfig, style: GraphStyle
-) -> None:
-    """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
-    family = find_family_of(config)
-    if style.for_gpu and family.attention not in target.gpu_attention:
-        can = list_target_names(lambda other: family.attention in other.gpu_attention)
-        where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
-        raise UsageError(
-            f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
-        )
-    if request.score and (
-        style.for_gpu
-        or request.ranks.tp > 1
-        or Feature.SCORE not in find_target(target.name).features
-    ):
-        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}")
-
-
-def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:
-    """Return the end of an engine folder's name, which tells the request from the default one."""
-    suffix = f"_{request.target}" if style.for_gpu else ""
-    suffix += "_bf16" if style.dtype == "bfloat16" else ""
-    suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
-    suffix += f"_draft{len(draft_ids)}" if draft_ids else ""
-    return suffix + "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
-
-
-def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> None:
-    """Raise UsageError for acceptance rules that are unknown, clash, or can't run on the target."""
-    taken = {control.name for control in (*CONTROLS, *CONSTRAINTS)}
-    for name in request.acceptance_rules:
-        rule, flag = find_rule(name), f"--acceptance-rule {name}"
-        if style.accepts_by_kernel and rule.kernel is None:
-            raise UsageError(f"{flag}: it has no kernel, which target {target.name} needs")
-        if style.accepts_by_kernel and rule.chooses is not None:
-            raise UsageError(f"{flag}: it chooses tokens, which target {target.name} can't yet")
-        for control in rule.controls:
-            if control.name in taken:
-                raise UsageError(f"{flag}: another control is called {control.name}")
-            taken.add(control.name)
-
-
 def note_context(request: BuildRequest, plan: Plan) -> None:
     """Log a note if the context is not what the model was trained for."""
     length, limit = plan.max_seq_len, plan.config.max_position_embeddings
-    log = logging.getLogger(__name__)
     if length > limit:
-        note = "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
-        note += "what the model says there is untested"
-        log.warning(note, length, limit)
+        logger.warning(
+            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
+            "what the model says there is untested",
+            length,
+            limit,
+        )
     elif request.max_seq_len is None and length < limit:
-        why = "memory" if plan.style.packs_weights else f"the default of target {request.target}"
-        note = "note: context %s of %s: %s; --max-seq-len asks for another"
-        log.warning(note, f"{length:,}", f"{limit:,}", why)
+        default = f"the default of target {request.target}"
+        reason = "what memory allows" if plan.style.packs_weights else default
+        logger.warning(
+            "note: requests may have %s tokens of the model's %s, which is %s; --max-seq-len "
+            "sets it",
+            f"{length:,}",
+            f"{limit:,}",
+            reason,
+        )

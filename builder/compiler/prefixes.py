@@ -65,8 +65,10 @@ class Beginning:
 
         if messages[-1].get("role") == "user":
             return ids()
-        found = [ids({"role": "user", "content": probe}) for probe in PROBES]
-        return found[0][: min(count_common(one, other) for one, other in pairwise(found))]
+        conversations = [ids({"role": "user", "content": probe}) for probe in PROBES]
+        return conversations[0][
+            : min(count_common(one, other) for one, other in pairwise(conversations))
+        ]
 
 
 def add_prefix(
@@ -90,9 +92,9 @@ def add_prefix(
         raise UsageError(f"{engine}: built without a tokenizer, so a text has no token ids")
     tokens = beginning.tokens(tokenizer)
     compute = load_prefix_function(engine, manifest, threads)
-    most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
-    if not least <= len(tokens) <= most:
-        raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
+    longest, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
+    if not least <= len(tokens) <= longest:
+        raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {longest}")
     file = name_prefix_file(name)
     mode = PRIVATE if private else stat.S_IMODE((engine / MANIFEST).stat().st_mode)
     with change_engine(engine, manifest.files.keys() - {file}, {file: mode}) as folder:
@@ -195,12 +197,12 @@ def write_prefix(
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest with the prefixes that are in the folder."""
     paths = sorted((folder / PREFIXES).glob("*.safetensors"))
-    found = {
+    files = {
         name_prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in paths
     }
-    own = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
-    changed = manifest.model_copy(update={"files": dict(sorted((own | found).items()))})
+    kept = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    changed = manifest.model_copy(update={"files": dict(sorted((kept | files).items()))})
     (folder / MANIFEST).write_text(changed.to_json(), encoding="utf-8")
 
 

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
-from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.calibrate import calibrate, discard_calibration
 from mtpbuild.builder.compiler.fingerprint import hash_files, identity
-from mtpbuild.builder.compiler.own_text import calibrate, discard_calibration
+from mtpbuild.builder.compiler.workbench import Workbench
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.plan.machine import explain_small_disk
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -63,7 +63,7 @@ class Quantized:
     coarse: int = 0  # blocks of integers that lose accuracy
 
 
-def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
+def quantize(request: QuantizeRequest, bench: Workbench, watch: Watch = ignore) -> Quantized:
     """Write the quantised checkpoint.
 
     Raises UsageError, CheckpointError or BuildError; then nothing is left behind but the finished
@@ -77,14 +77,14 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
     weights = checkpoint.check(config).stored
     for copy, original in find_family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
-            weights.setdefault(copy, Stored(copy, weights[original].shape))
+            weights.setdefault(copy, StoredTensor(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
     if why := explain_small_disk(request.out, sum(e.nbytes for e in new.tensors.values())):
         raise BuildError(f"{request.model}: {why}")
     done = Quantized(request.out, unfit=list(new.unfit))
     with stage_folder(request.out, "checkpoint") as building:
         if request.scheme.calibration is not None:
-            new = calibrate_view(request, new, config, source.folder, watch)
+            new = calibrate_view(request, new, config, source.folder, bench, watch)
         write_shards(building.folder, split_into_shards(new.tensors), encode_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
     discard_calibration(request.out)
@@ -92,7 +92,12 @@ def quantize(request: QuantizeRequest, watch: Watch = ignore) -> Quantized:
 
 
 def calibrate_view(
-    request: QuantizeRequest, view: QuantisedView, config: ModelConfig, source: Path, watch: Watch
+    request: QuantizeRequest,
+    view: QuantisedView,
+    config: ModelConfig,
+    source: Path,
+    bench: Workbench,
+    watch: Watch,
 ) -> QuantisedView:
     """Return the view with calibrated int4 weights."""
     asked = BuildRequest(
@@ -101,7 +106,7 @@ def calibrate_view(
     text = request.scheme.calibration
     read = {} if text in (None, OWN_TEXT) else {text: identity(Path(text))}
     inputs = json.dumps([hash_files(source), read, str(request.scheme)], sort_keys=True)
-    return calibrate(view, config, asked, request.out, inputs, Stages(watch), build)
+    return calibrate(view, config, asked, request.out, inputs, bench, Stages(watch))
 
 
 def encode_all(

@@ -2,20 +2,19 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
-from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.compiler.manifest_of import describe_files, make_model_info
 from mtpbuild.builder.compiler.notes import log_notes
-from mtpbuild.builder.compiler.plans import find_source
 from mtpbuild.builder.compiler.prefixes import remake_prefixes
+from mtpbuild.builder.compiler.source import find_source, read_source
 from mtpbuild.builder.engine.layout import change_engine
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.machine import explain_small_disk
@@ -24,7 +23,7 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.program.opened_model import open_model as open_checked
 from mtpbuild.builder.stages import Watch, ignore
-from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.drafter_weights import PREFIX, find_brought_files
 from mtpbuild.builder.weights.scheme import make_engine_scheme
@@ -66,10 +65,10 @@ def refit(
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
-    target, options = require_refittable_target(engine, old)
+    target = require_refittable_target(engine, old)
 
     watch("check checkpoint")
-    new = open_model(engine, old, model, target, options, mtp)
+    new = open_model(engine, old, model, target, mtp)
     log_notes(new)
     weights = sum(p.numel() * p.element_size() for p in new.model.parameters())
     if why := explain_small_disk(engine, weights, "free some, or build the engine elsewhere"):
@@ -92,13 +91,13 @@ def refit(
     return old, read_manifest(engine)
 
 
-def require_refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]:
-    """Return an engine's target and its options; raise UsageError if it can't be refitted."""
+def require_refittable_target(engine: Path, old: Manifest) -> Target:
+    """Return an engine's target; raise UsageError if it can't be refitted."""
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
-    target = load_target(old.target.name)
-    options = target.Options(**find_target(target.name).build_flags(old))
-    if target.embeds_weights(options):
+    name = old.target.name
+    target = configure_target(name, find_target(name).build_flags(old))
+    if target.style.embeds_weights:
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
@@ -106,7 +105,7 @@ def require_refittable_target(engine: Path, old: Manifest) -> tuple[Target, Any]
         raise UsageError(f"{engine}: its weights were calibrated: build the new ones")
     if CONFIG not in old.files:
         raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
-    return target, options
+    return target
 
 
 def describe_refitted(
@@ -125,34 +124,36 @@ def describe_refitted(
 
 
 def open_model(
-    engine: Path, old: Manifest, model: str, target: Target, options: Any, mtp: Path | None
+    engine: Path, old: Manifest, model: str, target: Target, mtp: Path | None
 ) -> OpenedModel:
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
-    whole, config = find_source(BuildRequest(model, mtp=mtp))
+    request = BuildRequest(model, mtp=mtp)
+    source = find_source(request)
     before = find_config_of(engine, old, mtp)
-    wanted, found_modules = (c.num_nextn_predict_layers for c in (before, config))
-    if old.build.nextn and found_modules < wanted:
+    wanted, present = (c.num_nextn_predict_layers for c in (before, source.config))
+    if old.build.nextn and present < wanted:
         raise UsageError(
-            f"{whole.folder}: has {found_modules} MTP modules, {engine} was built with {wanted}: "
+            f"{source.folder}: has {present} MTP modules, {engine} was built with {wanted}: "
             "join the head with --mtp FILE_OR_FOLDER"
         )
-    refuse(engine, whole.folder, list_differences(before, config))
+    refuse(engine, source.folder, list_differences(before, source.config))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
+    if layers is not None:
+        source = read_source(replace(request, layers=layers), source)
     brings = any(name.startswith(PREFIX) for name in read_header(engine / WEIGHTS)[0])
-    found, config = find_source(BuildRequest(model, layers=layers, mtp=mtp))
     new = open_checked(
-        found,
-        config,
-        read_generation_ids(found.folder, config),
-        target.style(options, config),
+        source,
+        source.config,
+        source.ids,
+        target.style,
         layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
-        brought=find_brought_files(old.build.drafter if brings else None, config),
+        brought=find_brought_files(old.build.drafter if brings else None, source.config),
         scheme=make_engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:
-        refuse(engine, found.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
+        refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     return new
 
 
@@ -163,12 +164,11 @@ def find_config_of(engine: Path, old: Manifest, mtp: Path | None) -> ModelConfig
     return load_config(engine, held) if joined else config
 
 
-def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
-    if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise UsageError(
-            f"{checkpoint} does not fit {engine}: {'; '.join(found[:SHOWN])}{more}: build it anew"
-        )
+def refuse(engine: Path, checkpoint: Path, differences: list[str]) -> None:
+    if differences:
+        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        named = "; ".join(differences[:SHOWN])
+        raise UsageError(f"{checkpoint} does not fit {engine}: {named}{more}: build it anew")
 
 
 def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
@@ -178,14 +178,14 @@ def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
 
 
 def flatten_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     for name, value in values.items():
-        found |= (
+        flags |= (
             flatten_settings(value, f"{name}.")
             if isinstance(value, dict)
             else {prefix + name: value}
         )
-    return found
+    return flags
 
 
 def list_tensor_differences(old: Path, new: Path) -> Iterator[str]:

@@ -98,7 +98,7 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
     over that state. The memory that our kernels hold between their launches is not counted.
     """
     ranges = traced.exported.range_constraints
-    bounds = {symbol: found.upper for symbol, found in ranges.items()}
+    bounds = {symbol: bound.upper for symbol, bound in ranges.items()}
     nodes = list(traced.exported.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     states = {_find_shape(node.meta["val"]) for node in nodes if node.op == "placeholder"}
@@ -109,10 +109,13 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
         kind = call_kind(node) if node.op == "call_function" else node.op
         is_view, kinds, end = kind is None, set[str | None](), place[node]
         for user in node.users:
-            own = call_kind(user) if user.op == "call_function" else user.op
-            kinds |= readers[user] if own is None else {own}
+            user_kind = call_kind(user) if user.op == "call_function" else user.op
+            kinds |= readers[user] if user_kind is None else {user_kind}
             end = max(
-                end, last[user] if own is None or _is_fused(user, own, readers) else place[user]
+                end,
+                last[user]
+                if user_kind is None or _is_fused(user, user_kind, readers)
+                else place[user],
             )
         readers[node], last[node] = kinds, end
         if is_view or node.op != "call_function" or _is_fused(node, kind, readers):
@@ -122,11 +125,11 @@ def count_temporary_bytes(traced: TracedProgram) -> int:
         held = sum(_count_nbytes(result, bounds) for result in results)
         change[place[node]] += held
         change[end + 1] -= held
-    most = now = 0
+    peak = now = 0
     for held in change:
         now += held
-        most = max(most, now)
-    return most
+        peak = max(peak, now)
+    return peak
 
 
 def _is_fused(node: Node, kind: str | None, readers: dict[Node, set[str | None]]) -> bool:

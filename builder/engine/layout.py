@@ -121,10 +121,10 @@ def find_engine(out: Path, fingerprint: str | None = None) -> Manifest | None:
     fingerprint: if given, the engine must have it.
     """
     try:
-        found = read_manifest(out)
+        manifest = read_manifest(out)
     except MtpbuildError:
         return None
-    return found if fingerprint in (None, found.build.fingerprint) else None
+    return manifest if fingerprint in (None, manifest.build.fingerprint) else None
 
 
 def check_place(out: Path, model: str, *, force: bool) -> None:
@@ -173,8 +173,8 @@ def find_intact_rank(out: Path, fingerprint: str) -> Path | None:
     """Return the folder of the first intact rank at `out` that this build made, if any."""
     if (manifest := find_engine(out, fingerprint)) is None:
         return None
-    found = (rank for rank in list_ranks_here(out, manifest) if _is_intact(out, manifest, rank))
-    return next((out / name_rank(rank) for rank in found), None)
+    intact = (rank for rank in list_ranks_here(out, manifest) if _is_intact(out, manifest, rank))
+    return next((out / name_rank(rank) for rank in intact), None)
 
 
 def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:

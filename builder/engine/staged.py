@@ -12,9 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtpbuild.builder.checks import needs
 from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, name_rank
-from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.errors import BuildError, explain_missing_package
 
 JOURNAL = "parts.jsonl"  # the first line names the inputs, then each finished part has a line
 LOCK = "lock"
@@ -43,8 +42,8 @@ class StagedFolder:
     def resume(self, inputs: str, *, discard_parts: bool) -> None:
         """Keep the intact parts of an earlier build of the same inputs, and remove all else."""
         earlier_inputs, *lines = _read(self._journal).splitlines() or [""]
-        found = _parse(lines) if earlier_inputs == inputs and not discard_parts else []
-        self.finished = {part.name: part for part in found if self._is_intact(part)}
+        parts = _parse(lines) if earlier_inputs == inputs and not discard_parts else []
+        self.finished = {part.name: part for part in parts if self._is_intact(part)}
         lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
         self._journal.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         self.folder.mkdir(exist_ok=True)
@@ -189,7 +188,7 @@ def _find_staging_home(place: Path, rank: int | None) -> Path:
 @contextlib.contextmanager
 def _lock(home: Path, out: Path) -> Iterator[None]:
     """Create `home`, and lock other processes out of it."""
-    with needs("build", "filelock"):
+    with explain_missing_package("a build", "build", "filelock"):
         from filelock import FileLock, Timeout
 
     lock = FileLock(home / LOCK, timeout=0.2, fallback_to_soft=False)

@@ -52,8 +52,8 @@ class Group:
 def list_weight_groups(settings: Settings) -> Iterator[Group]:
     """Yield the groups of a checkpoint's settings, the specific ones first."""
     groups = settings.get("config_groups")
-    found = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
-    yield from (group for group in found if group is not None)
+    parsed = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
+    yield from (group for group in parsed if group is not None)
 
 
 def find_hinted_group(settings: Settings, name: str) -> Group | None:
@@ -136,14 +136,14 @@ class PackedIntegers(ReadFormat):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
         groups, pack = columns // (self._columns or columns), self._find_packing(columns) or dense
-        found = {
+        parts = {
             "": Entry("I32", (rows, pack(columns, self.bits))),
             "_scale": Entry(self._types[0], (rows, groups)),
             "_shape": Entry(self._types[1], (2,)),
             "_zero_point": Entry("I32", (pack(rows, self.bits), groups)),
             "_g_idx": Entry("I32", (columns,)),
         }
-        return {suffix: found[suffix] for suffix in self.suffixes}
+        return {suffix: parts[suffix] for suffix in self.suffixes}
 
     def _find_packing(self, columns: int) -> Packing | None:
         """Return how rows of this length are packed; None if their words don't tell."""
@@ -261,8 +261,8 @@ def find_unread_setting(settings: Settings) -> str | None:
     """Return the first setting of this method that is not read; None if all are."""
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
     kinds = [settings, *(groups.values() if isinstance(groups, Mapping) else ()), sparsity]
-    found = [kind["format"] for kind in kinds if isinstance(kind, Mapping) and kind.get("format")]
-    if bad := next((format for format in map(str, found) if format not in READ), None):
+    formats = [kind["format"] for kind in kinds if isinstance(kind, Mapping) and kind.get("format")]
+    if bad := next((format for format in map(str, formats) if format not in READ), None):
         return f"{METHOD} {bad}"
     rotated = settings.get("transform_config")
     return (

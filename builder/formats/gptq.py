@@ -132,9 +132,9 @@ class Gptq(ReadFormat):
         if stored.numel() and int(stored.max()) >> self.bits:
             return "has zero points that version 1 of GPTQ can't store, so their values are unknown"
         if INDEX in parts and parts[INDEX].numel():
-            least, most = parts[INDEX].aminmax()
-            if int(least) < 0 or int(most) >= stored.shape[1]:
-                return f"has g_idx from {least} to {most} for {stored.shape[1]} groups"
+            least, largest = parts[INDEX].aminmax()
+            if int(least) < 0 or int(largest) >= stored.shape[1]:
+                return f"has g_idx from {least} to {largest} for {stored.shape[1]} groups"
         return None
 
     @property
@@ -204,11 +204,11 @@ def infer_format(
     """
     weight, none = entries[name], Entry("F16", ())
     scales, zeros = (entries.get(f"{name}{suffix}", none) for suffix in (SCALES, ZEROS))
-    own = find_settings_of(name, settings)
-    bits, group = own.get("bits", own.get("w_bit")), find_group_size(own)
+    chosen = find_settings_of(name, settings)
+    bits, group = chosen.get("bits", chosen.get("w_bit")), find_group_size(chosen)
     if all(len(each.shape) == 2 and all(each.shape) for each in (weight, scales, zeros)):
-        found = WORD * zeros.shape[1] / scales.shape[1]
-        bits = int(found) if found in WIDTHS else bits
+        width = WORD * zeros.shape[1] / scales.shape[1]
+        bits = int(width) if width in WIDTHS else bits
         inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
         said = (group, *map(find_group_size, (settings, *overrides(settings))))
         group = next((g for g in said if count_groups(inputs, g) == scales.shape[0]), group)
@@ -217,10 +217,10 @@ def infer_format(
         bits if bits in WIDTHS else BITS,
         group,
         scales.dtype if scales.dtype in DTYPES else "F16",
-        symmetric=bool(own.get("sym", not own.get("zero_point", True))),
+        symmetric=bool(chosen.get("sym", not chosen.get("zero_point", True))),
         less=int(find_gptq_version(settings) == 1),
         indexed=indexed,
-        ordered=not (indexed and own.get("desc_act", False)),
+        ordered=not (indexed and chosen.get("desc_act", False)),
     )
     return make_format(kind, geometry)
 
@@ -269,13 +269,13 @@ def patterns(rules: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
 
     GPTQModel's begin with the name; "+:" is before them, or "-:" for modules that are left alone.
     """
-    found = list[tuple[str, re.Pattern[str]]]()
+    expressions = list[tuple[str, re.Pattern[str]]]()
     for rule in rules:
         if re.search(r"[*+?^$|()\[\]\\]", rule):
             anchored = rf"\A(?:{rule[2:]})" if rule[1:2] == ":" else rule
             with suppress(re.error):  # no pattern; names are compared whole, too
-                found.append((rule, re.compile(anchored)))
-    return found
+                expressions.append((rule, re.compile(anchored)))
+    return expressions
 
 
 def find_gptq_version(settings: Mapping[str, Any]) -> int | None:

@@ -64,8 +64,10 @@ class MlxFloats(ReadFormat):
     which rounds; engines hold both, so the last bit of a weight may differ.
     """
 
-    def __init__(self, own: Format, scaled: bool = False) -> None:
-        self.name, self.bits, self.block, self._own = f"mlx {own.name}", own.bits, own.block, own
+    def __init__(self, format: Format, scaled: bool = False) -> None:
+        self.name = f"mlx {format.name}"
+        self.bits, self.block = format.bits, format.block
+        self._own = format
         self.suffixes = ("", SCALES, *((GLOBAL,) * scaled))
 
     @property
@@ -77,22 +79,22 @@ class MlxFloats(ReadFormat):
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
-        found = {
+        parts = {
             "": Entry("U32", (rows, dense(columns, self.bits))),
             SCALES: Entry("U8", (rows, columns // self.block)),
             GLOBAL: Entry("F32", ()),
         }
-        return {suffix: found[suffix] for suffix in self.suffixes}
+        return {suffix: parts[suffix] for suffix in self.suffixes}
 
     def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._as_own(parts)
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        own = self._as_own(parts)
+        published = self._as_own(parts)
         if GLOBAL not in parts:
-            return self._own.decode(own)
-        scales = own["_scale"].float() * own["_scale_2"]
-        return (unpack(own[""]).unflatten(1, (-1, self.block)) * scales[..., None]).flatten(1)
+            return self._own.decode(published)
+        scales = published["_scale"].float() * published["_scale_2"]
+        return (unpack(published[""]).unflatten(1, (-1, self.block)) * scales[..., None]).flatten(1)
 
     def _as_own(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         values, scales = parts[""].view(torch.uint8), parts[SCALES]
@@ -124,16 +126,16 @@ def find_format(
     if scales.dtype in DTYPES:
         bits, group = _choose(name, settings, words)
         return _integers(bits, group, scales.dtype)
-    own = NVFP4 if words == 2 else _MXFP4 if words == 4 else _MXFP8
-    return _floats(own, own is NVFP4 and name + GLOBAL in entries)
+    format = NVFP4 if words == 2 else _MXFP4 if words == 4 else _MXFP8
+    return _floats(format, format is NVFP4 and name + GLOBAL in entries)
 
 
 def _choose(name: str, settings: Mapping[str, Any], words: float) -> tuple[int, int]:
     """Return bits and group: those said of the module, else the first that the words agree with."""
     said = chain(map(settings.get, list_paths(name)), [settings], settings.values())
-    found = (each for each in map(_read_geometry, said) if each is not None)
-    first = next(found, (4, 64))
-    agreeing = (each for each in chain([first], found) if each[0] * each[1] == words * WORD)
+    geometries = (each for each in map(_read_geometry, said) if each is not None)
+    first = next(geometries, (4, 64))
+    agreeing = (each for each in chain([first], geometries) if each[0] * each[1] == words * WORD)
     return next(agreeing, first)
 
 

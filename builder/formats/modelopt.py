@@ -86,13 +86,13 @@ def find_format(
     if weight.dtype != "U8" or scale is None or len(weight.shape) != 2:
         return None
     if scale.dtype == "F8_E4M3":
-        found: Format = NVFP4
+        format: Format = NVFP4
     elif scale.dtype in DTYPES and len(scale.shape) == 2 and scale.shape[1]:
-        found = _row_pairs(weight.shape[1] // scale.shape[1], scale.dtype)
+        format = _row_pairs(weight.shape[1] // scale.shape[1], scale.dtype)
     else:
         return None
     inputs = entries.get(f"{name}{INPUTS}")
-    return found if inputs is None else _scaled_inputs(found, inputs.dtype)
+    return format if inputs is None else _scaled_inputs(format, inputs.dtype)
 
 
 _row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
@@ -101,21 +101,23 @@ _row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
 def find_unread_algorithm(settings: Mapping[str, Any]) -> str | None:
     """Return the first of ModelOpt's settings that is not read; None if all are."""
     algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
-    found = [algorithm]
+    algorithms = [algorithm]
     if algorithm == MIXED and isinstance(layers, Mapping):
-        found = [each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)]
-    unknown = [each for each in map(str, found) if each not in READ]
+        algorithms = [
+            each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)
+        ]
+    unknown = [each for each in map(str, algorithms) if each not in READ]
     return f"modelopt {unknown[0]}" if unknown else None
 
 
 def name_algorithm(settings: Mapping[str, Any], module: str) -> str:
     """Return a recipe's name for the layout of a module; a list may name a part that it is in."""
-    own, layers = settings, settings.get("quantized_layers")
+    said, layers = settings, settings.get("quantized_layers")
     if settings.get("quant_algo") == MIXED and isinstance(layers, Mapping):
         while module and module not in layers:
             module = module.rpartition(".")[0]
-        own = each if isinstance(each := layers.get(module), Mapping) else {}
-    algorithm = str(own.get("quant_algo"))
+        said = each if isinstance(each := layers.get(module), Mapping) else {}
+    algorithm = str(said.get("quant_algo"))
     names = {"NVFP4": "nvfp4", "FP8": "fp8", "W8": "int8", "W4": "int4"}
     return next((name for sign, name in names.items() if sign in algorithm), "bf16")
 

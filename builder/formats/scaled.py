@@ -44,11 +44,11 @@ class ScaledValues(ReadFormat):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         both = zip(shape, self._sides, strict=True)
         grid = tuple(-(-size // (side or size)) for size, side in both)
-        found = {"": Entry(self._weight.dtype, shape)}
+        entries = {"": Entry(self._weight.dtype, shape)}
         for suffix, stored in (("_scale", self._scale), ("_zero_point", self._zero)):
             if stored is not None:  # a last axis of 1 may be left out
-                found[suffix] = Entry(stored.dtype, grid[: len(stored.shape)])
-        return found
+                entries[suffix] = Entry(stored.dtype, grid[: len(stored.shape)])
+        return entries
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = parts[""].float()

@@ -12,14 +12,14 @@ ENDING, HEAD, PROJECTOR = ".gguf", "mtp-", "mmproj"
 
 def list_models(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the GGUF files of whole models, by path without ending, each with all its shards."""
-    found = dict[str, list[str]]()
+    shards = dict[str, list[str]]()
     for name in sorted(names):
         path = PurePosixPath(name)
         if path.suffix == ENDING and not path.name.startswith((HEAD, PROJECTOR)):
             match = SHARD.fullmatch(path.name)
             stem = path.with_name(match[1]) if match else path.with_suffix("")
-            found.setdefault(str(stem), []).append(name)
-    return found
+            shards.setdefault(str(stem), []).append(name)
+    return shards
 
 
 def choose_model(where: str, names: Iterable[str], tag: str) -> list[str]:

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.gguf.header import Keys, parse_header
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, explain_missing_package
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ = (
@@ -51,12 +50,12 @@ class RawTensor:
             first = expert * rows
         count, start = rows * self.row, self.offset + first * self.row
         try:
-            found = np.fromfile(self.file, np.uint8, count, offset=start)
+            blocks = np.fromfile(self.file, np.uint8, count, offset=start)
         except OSError as error:
             raise CheckpointError(f"{self.file}: can't read {self.name} ({error})") from None
-        if found.size != count:
+        if blocks.size != count:
             raise CheckpointError(f"{self.file}: ends within {self.name}; resume the download")
-        return found.reshape(rows, -1, self.size)
+        return blocks.reshape(rows, -1, self.size)
 
     def decode(self, blocks: Bytes) -> Floats:
         """Dequantise blocks [rows, blocks, bytes] to fp32 [rows, elements]."""
@@ -187,11 +186,11 @@ def read_file(path: Path) -> GgufFile:
     path = find_own_path(path)
     for shard in find_shard_paths(path):
         stat = shard.stat()
-        keys, found = _read_header(shard, stat.st_size, stat.st_mtime_ns)
+        keys, listed = _read_header(shard, stat.st_size, stat.st_mtime_ns)
         first = keys if first is None else first
-        if twice := tensors.keys() & found.keys():
+        if twice := tensors.keys() & listed.keys():
             raise CheckpointError(f"{shard}: tensor {min(twice)} is in another shard, too")
-        tensors |= found
+        tensors |= listed
     assert first is not None
     return GgufFile(path, first, tensors)
 
@@ -207,7 +206,7 @@ def find_header_end(path: Path) -> int | None:
 @lru_cache(maxsize=4)  # a build reads the header of a file several times
 def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str, RawTensor]]:
     header = parse_header(path)
-    with needs("build", "gguf"):
+    with explain_missing_package("a GGUF file", "build", "gguf"):
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     tensors = dict[str, RawTensor]()

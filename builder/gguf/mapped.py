@@ -95,8 +95,8 @@ class GgufWeight:
             kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
             yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
             return
-        if (own := self.format) is not None:
-            for suffix, entry in own.parts(self.shape).items():
+        if (format := self.format) is not None:
+            for suffix, entry in format.parts(self.shape).items():
                 yield self.name + suffix, entry, replace(self, suffix=suffix)
             return
         rows, blocks = self.shape[0], self.shape[1] // BLOCK

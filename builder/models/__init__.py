@@ -50,9 +50,9 @@ def find_family(raw: Mapping[str, Any]) -> Family:
     for family in families():
         if raw.get("model_type") == family.model_type or set(names) & set(family.architectures):
             return family
-    found = ", ".join(names) or raw.get("model_type") or "none"
-    known = ", ".join(f"{each.name} (model_type {each.model_type})" for each in families())
-    raise CheckpointError(f"unsupported architecture {found}; supported: {known}")
+    wanted = ", ".join(names) or raw.get("model_type") or "none"
+    known = ", ".join(f"{family.name} (model_type {family.model_type})" for family in families())
+    raise CheckpointError(f"unsupported architecture {wanted}; supported: {known}")
 
 
 def refuse_class(path: Path) -> None:

@@ -86,15 +86,10 @@ class Family:
     # Sizes of a cache row's parts, repeated up to its width. In int8 caches no scale spans two
     # parts. (): no int8 caches.
     cache_sections: Callable[[Any], tuple[int, ...]] = lambda c: ()
-    modules: str = ""  # prefix of module names before the number; "": layers after the trunk's
-    modules_key: str = "num_nextn_predict_layers"  # key in config.json: the number of modules
-    module_extra_prefix: str = ""  # prefix of a module's tensors outside its layer
     attention: Attends = Attends.GROUPED
-    # The weights of a layer that may be quantised, as a regular expression: they multiply hidden
-    # states, but are no router's.
-    products: str = r"(self_attn|mlp)\..*_proj"
+    # A layer's weights that may be quantised: they multiply hidden states, but are no router's.
+    quantisable: re.Pattern[str] = re.compile(r"(self_attn|mlp)\..*_proj")
     own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
-    join: str = "eh_proj"  # the weight of an MTP module that joins an embedding and a hidden state
 
     def find_kind(self, name: str) -> str:
         """Return the kind of a layer's weight, by its name in the layer, for tables."""
@@ -105,32 +100,29 @@ class Family:
         """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
         return map_copies(c, self.copies(c))
 
-    def name_module(self, c: ModelConfig, j: int) -> str:
-        """Return the name of MTP module j, from 0, in a checkpoint."""
-        return f"{self.modules}{j}" if self.modules else f"model.layers.{c.num_hidden_layers + j}"
-
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
         """Return a tensor's layer and the rest of its name, or None if it is in no layer.
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
-        if self.modules and (match := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
+        prefix, own_prefix = c.module_names.prefix, c.module_names.own_prefix
+        if prefix and (match := re.match(rf"{re.escape(prefix)}(\d+)\.", name)):
             return c.num_hidden_layers + int(match[1]), name[match.end() :]
-        if self.module_extra_prefix and name.startswith(self.module_extra_prefix):
-            return c.num_hidden_layers, name.removeprefix(self.module_extra_prefix)
+        if own_prefix and name.startswith(own_prefix):
+            return c.num_hidden_layers, name.removeprefix(own_prefix)
         if match := re.match(r"model\.layers\.(\d+)\.", name):
             return int(match[1]), name[match.end() :]
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:
         """Return the layer of a weight that may be quantised, or None."""
-        if (place := self.place(c, name)) is None:
+        if (place := self.place(c, name)) is None or not place[1].endswith(".weight"):
             return None
-        return place[0] if re.fullmatch(rf"({self.products})\.weight", place[1]) else None
+        layer, weight = place
+        return layer if self.quantisable.fullmatch(weight.removesuffix(".weight")) else None
 
-    def joins(self, c: ModelConfig, name: str) -> bool:
-        """Return whether a weight joins an MTP module's inputs; only drafts depend on it."""
+    def is_module_input_proj(self, c: ModelConfig, name: str) -> bool:
+        """Return whether a weight projects an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
-        if place is None or place[0] < c.num_hidden_layers:
-            return False
-        return place[1] == f"{self.join}.weight"
+        projection = f"{c.module_names.input_proj}.weight"
+        return place is not None and place[0] >= c.num_hidden_layers and place[1] == projection

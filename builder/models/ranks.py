@@ -12,16 +12,16 @@ def check_ranks(
     config: ModelConfig,
     ranks: Ranks,
     formats: Mapping[str, str] | None = None,
-    most: int = MAX_RANKS,
+    max_ranks: int = MAX_RANKS,
 ) -> None:
     """Raise UsageError, which lists the possible numbers of ranks, if these can't share the model.
 
-    formats: the format of each kind of weights, whose blocks must stay whole. most: the largest
-    number to list.
+    formats: the format of each kind of weights, whose blocks must stay whole. max_ranks: the
+    largest number to list.
     """
     ranks.check(config.n_routed_experts)
     if why := _find_obstacle(config, ranks, formats or {}):
-        others = ranks.others(most)
+        others = ranks.others(max_ranks)
         good = [other.tp for other in others if not _find_obstacle(config, other, formats or {})]
         raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {join_numbers(good)}")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.graph.style import GraphStyle
@@ -47,7 +47,6 @@ class Plan:
     style: GraphStyle = field(default_factory=GraphStyle)
     ranks: Ranks = field(default_factory=Ranks)
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs to compile for; empty: a CPU
-    options: Any = None  # the target's `Options`
     adaptive: bool = False  # nextn is a maximum: the runtime chooses the number for each step
     scheme: Scheme | None = None  # by which the build quantises weights, if it does
     rules: tuple[str, ...] = ()  # acceptance rules of other packages

@@ -24,3 +24,8 @@ class BuildRequest(BuildFlags):
     scheme: Scheme | None = None  # how to quantise weights; None: as the checkpoint has them
     acceptance_rules: tuple[str, ...] = ()  # names of rules from other packages
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's flags, as given
+
+    @property
+    def calibration(self) -> str | None:
+        """The text that int4 weights are calibrated with; None if they are not."""
+        return None if self.scheme is None else self.scheme.calibration

@@ -16,7 +16,7 @@ from mtpbuild.builder.formats.format import NAMES, SIZES
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.common.weight import Share, Stored, stays_wide
+from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_wide
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.quantised_view import format_by
@@ -65,10 +65,10 @@ class CheckpointLayout:
     name: str
     config: ModelConfig
     format: FormatOf
-    plain: Callable[[Stored], str]  # dtype of a weight that is not quantised
+    plain: Callable[[StoredTensor], str]  # dtype of a weight that is not quantised
     repeated: bool  # MTP layers hold copies of embedding and head
 
-    def parts(self, stored: Stored, format: Format | None) -> dict[str, Entry]:
+    def parts(self, stored: StoredTensor, format: Format | None) -> dict[str, Entry]:
         """Return the tensors that make up a weight in its format."""
         if format is not None:
             return format.parts(stored.shape)
@@ -87,16 +87,16 @@ def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
             lambda stored: "F32" if stored.name.endswith("_bias") else "BF16",
             repeated=recipe.copies,
         )
-    found = find_model(model, checkpoint)
-    config = load_config(found.folder)
-    if not has_weights(found.folder):
-        said = find_formats(found.folder, config)
-        return CheckpointLayout(found.name, config, said, lambda stored: "BF16", repeated=False)
-    opened = open_checkpoint(found.folder)
+    source = find_model(model, checkpoint)
+    config = load_config(source.folder)
+    if not has_weights(source.folder):
+        said = find_formats(source.folder, config)
+        return CheckpointLayout(source.name, config, said, lambda stored: "BF16", repeated=False)
+    opened = open_checkpoint(source.folder)
     config = opened.settle(config)
     opened.check(config)
     return CheckpointLayout(
-        found.name,
+        source.name,
         config,
         lambda stored: opened.format(stored.name),
         lambda stored: opened.tensors[stored.name].dtype,
@@ -122,12 +122,12 @@ def count_classes(
 
     style: of the engines for GPUs whose bytes `per_rank` counts. None: tensors are held as stored.
     """
-    found: dict[tuple[str, bool], WeightClass] = {}
+    classes: dict[tuple[str, bool], WeightClass] = {}
     table = make_family_table(layout.config, ranks)
     formats = {stored.name: layout.format(stored) for stored in table.stored.values()}
     held = {} if style is None else count_held_bytes(formats, table, style)
     # A layer's experts are alike: they are most of R1's 46,000 weights.
-    alike = defaultdict[Any, list[Stored]](list)
+    alike = defaultdict[Any, list[StoredTensor]](list)
     for stored in table.stored.values():
         name, format = stored.name, formats[stored.name]
         dtype = layout.plain(stored) if format is None else ""
@@ -135,7 +135,7 @@ def count_classes(
         alike[ROUTED.sub(".experts.", name), shape, format, dtype, held.get(name)].append(stored)
     for (*_, format, _, of_rank), (stored, *others) in alike.items():
         key, count = classify(layout.config, stored.name), 1 + len(others)
-        weights = found.setdefault(key, WeightClass(*key))
+        weights = classes.setdefault(key, WeightClass(*key))
         weights.parameters += (values := count * prod(stored.shape))
         weights.parameters_per_rank += values * compute_fraction_per_rank(
             stored, stored.shape, ranks
@@ -146,7 +146,7 @@ def count_classes(
             if of_rank is None:
                 weights.per_rank += size * compute_fraction_per_rank(stored, entry.shape, ranks)
         weights.per_rank += count * (of_rank or 0)
-    return sorted(found.values(), key=lambda weights: weights.module)
+    return sorted(classes.values(), key=lambda weights: weights.module)
 
 
 def count_held_bytes(
@@ -156,22 +156,22 @@ def count_held_bytes(
 
     formats: the weights' in the checkpoint, by name.
     """
-    share, found = Share(table.ranks), dict[str, float]()
+    share, portions = Share(table.ranks), dict[str, float]()
     for weight in choose_formats(table, lambda stored: formats[stored.name], style):
         floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
         group = 0 if weight.format is None else weight.scale_group(share)
         sizes = dict[Any, float]()  # of tensors with the same shape and format
-        for stored, format in weight.held:
+        for stored, format in weight.formats_by_stored:
             if (kind := (stored.shape, stored.axis, stored.routed, format)) not in sizes:
                 shape = share.shape(stored)
                 if format is None:
                     size = prod(shape) * floats
                 else:
-                    parts = format.engine_entries(shape, group, weight.joined)
+                    parts = format.engine_entries(shape, group, weight.concat_axis)
                     size = sum(entry.nbytes for entry in parts)
                 sizes[kind] = size / (table.ranks.ep if stored.routed else 1)
-            found[stored.name] = sizes[kind]
-    return found
+            portions[stored.name] = sizes[kind]
+    return portions
 
 
 def count_engine_classes(
@@ -189,9 +189,9 @@ def count_engine_classes(
     table = choose_formats(make_family_table(config, ranks), format_of, style)
     held = table.stored_formats
     engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
-    found = count_classes(engine, ranks)
-    twice = [weights for weights in found if weights.name == TIED and not table.shares_embedding]
-    return found + [replace(weights, name="embedding") for weights in twice]
+    classes = count_classes(engine, ranks)
+    twice = [weights for weights in classes if weights.name == TIED and not table.shares_embedding]
+    return classes + [replace(weights, name="embedding") for weights in twice]
 
 
 def count_file_bytes(classes: Iterable[WeightClass]) -> int:
@@ -199,7 +199,7 @@ def count_file_bytes(classes: Iterable[WeightClass]) -> int:
     return round(sum(weights.per_rank for weights in classes))
 
 
-def compute_fraction_per_rank(stored: Stored, shape: Shape, ranks: Ranks) -> float:
+def compute_fraction_per_rank(stored: StoredTensor, shape: Shape, ranks: Ranks) -> float:
     """Return the fraction of a stored tensor that one rank holds.
 
     shape: of the tensor, which may hold a quantised weight's scales; a scalar can't be split.
@@ -222,14 +222,14 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
 
 
 def sum_portions(
-    layout: CheckpointLayout, found: list[WeightClass]
+    layout: CheckpointLayout, classes: list[WeightClass]
 ) -> dict[str, CheckpointPortion]:
     """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
-    config, by_key = layout.config, {(weights.name, weights.module): weights for weights in found}
+    config, by_key = layout.config, {(weights.name, weights.module): weights for weights in classes}
     originals = find_family_of(config).duplicates(config).values() if layout.repeated else ()
     parts = {
-        MAIN: [weights for weights in found if not weights.module],
-        MODULES: [weights for weights in found if weights.module],
+        MAIN: [weights for weights in classes if not weights.module],
+        MODULES: [weights for weights in classes if weights.module],
         COPIES: [by_key[classify(config, name)] for name in originals],
     }
     return {

@@ -1,6 +1,7 @@
 """How a step judges and chooses tokens: greedily in all slots, or as each request asks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,12 +138,16 @@ class MixedAcceptance(Acceptance):
         number = draft_number(self.controls, self.lengths, k)
         shaping = {name: self.controls[name] for name in SHAPING}
         not_greedy = self.controls["temperature"] > 0
-        operands: tuple[Any, ...] = (logits, number, self.controls["sampled_drafts"], shaping)
-        if self._history is not None:
+        sampled = logits, number, self.controls["sampled_drafts"], shaping
+        if self._history is None:
+            draft, probs = when(not_greedy.any(), _draw_draft, _choose_greedy_draft, sampled)
+        else:
             not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in READ}
-            operands += (self._history, self.lengths, tuple(self._ahead), edits)
-        draft, probs = when(not_greedy.any(), _draw_sampled_draft, _choose_greedy_draft, operands)
+            penalties = self._history, self.lengths, tuple(self._ahead), edits
+            draft, probs = when(
+                not_greedy.any(), _draw_penalised_draft, _choose_greedy_draft, sampled + penalties
+            )
         self.probs.append(probs)
         self._ahead.append(draft)
         return draft
@@ -180,12 +185,16 @@ class KernelAcceptance(MixedAcceptance):
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.controls, self.lengths, k)
-        samples = (self.controls["sampled_drafts"] & (self.controls["temperature"] > 0))[:, None]
-        best = logits.argmax(-1)
-        q = shaped_probs_op(logits, list_controls(self.core()))
-        point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
-        self.probs.append(torch.where(samples[..., None], q, point))
-        return torch.where(samples, draw(q, number)[0], best)
+        controls = list_controls(self.core())
+        draft, probs = sample(
+            logits,
+            lambda logits: shaped_probs_op(logits, controls),
+            number,
+            self.controls["sampled_drafts"],
+            self.controls["temperature"],
+        )
+        self.probs.append(probs)
+        return draft
 
     def core(self) -> dict[str, Tensor]:
         """Return the controls that the ops take, without those of other packages' rules."""
@@ -214,17 +223,42 @@ def list_slot_operands(
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
-def _draw_sampled_draft(
-    logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls, *penalties: Any
+def _draw_draft(
+    logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls
 ) -> tuple[Tensor, ...]:
-    """Return a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
+    shape = partial(shaped_probs, controls=shaping)
+    return sample(logits, shape, number, sampled_drafts, shaping["temperature"])
 
-    penalties: the further arguments of `apply_penalties`, if there are any.
+
+def _draw_penalised_draft(
+    logits: Tensor,
+    number: Tensor,
+    sampled_drafts: Tensor,
+    shaping: Controls,
+    history: Tensor,
+    lengths: Tensor,
+    ahead: tuple[Tensor, ...],
+    edits: Controls,
+) -> tuple[Tensor, ...]:
+    logits = apply_penalties(logits, history, lengths, ahead, edits)
+    return _draw_draft(logits, number, sampled_drafts, shaping)
+
+
+def sample(
+    logits: Tensor,
+    shape: Callable[[Tensor], Tensor],
+    number: Tensor,
+    sampled_drafts: Tensor,
+    temperature: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return a draft [B, 1] and the distribution [B, 1, V] that it was drawn from.
+
+    shape: makes the distribution of logits. It is drawn from at number [B, 1] in slots that sample
+    their drafts; others take the argmax, whose distribution is a point mass.
     """
-    if penalties:
-        logits = apply_penalties(logits, *penalties)
-    best, samples = logits.argmax(-1), sampled_drafts & (shaping["temperature"] > 0)
-    q = shaped_probs(logits, shaping)
+    best = logits.argmax(-1)
+    samples = sampled_drafts & (temperature > 0)
+    q = shape(logits)
     point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
     draft = torch.where(samples[:, None], draw(q, number)[0], best)
     return draft, torch.where(samples[:, None, None], q, point)

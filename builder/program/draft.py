@@ -14,7 +14,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Choice, Positions, State, select_token
 from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.program.window import find_positions
+from mtpbuild.builder.program.window import make_positions
 from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.contract.state import StateSpec, name_module_rows
 from mtpbuild.runtime.errors import BuildError
@@ -113,12 +113,13 @@ class Vanilla(Drafter):
         last = (M - 1 - first).clamp(min=0)  # the newest slot's index in the window
         hidden = take_rows(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
-        rows = find_positions(model, first, T, step.active, state[name_module_rows(0)].shape[2])
+        rows = make_positions(model, first, T, step.active, state[name_module_rows(0)].shape[2])
 
         drafts, caches = [], {}
         index = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), name_module_rows(k - 1)
+            module = model.module(k - 1)
+            name = name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
@@ -141,7 +142,8 @@ class Vanilla(Drafter):
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), name_module_rows(k - 1)
+            module = model.module(k - 1)
+            name = name_module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
@@ -220,6 +222,8 @@ class CheckedDrafter(Drafter):
     def _compare(self, what: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         """Raise BuildError for a tensor of another type, or of other sizes after the batch."""
         if x.dtype != dtype or tuple(x.shape[1:]) != sizes:
-            found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
+            actual = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
             wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")
-            raise BuildError(f"drafter {self.name}: {what} of a slot is {found}, declared {wanted}")
+            raise BuildError(
+                f"drafter {self.name}: {what} of a slot is {actual}, declared {wanted}"
+            )

@@ -12,7 +12,7 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
 from mtpbuild.builder.models.common.weight import Share, convert_weights
-from mtpbuild.builder.program.opened_model import OpenedModel, count_words
+from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.weights.checkpoint import Loss
 from mtpbuild.builder.weights.placed import ByteRange, read_places, write_weights
@@ -44,7 +44,8 @@ class EngineWeights:
 
         there: the file's sha256 if an interrupted build has already written it.
         """
-        path, ranks = folder / WEIGHTS, self.model.ranks
+        path = folder / WEIGHTS
+        ranks = self.model.ranks
         inner = folder.name if ranks.tp > 1 else ""
 
         def shared(sha256: str) -> bool:
@@ -58,9 +59,8 @@ class EngineWeights:
             parameters = dict(self.model.model.named_parameters())
             entries = {name: make_entry(parameters[name]) for w in table for name in w.tensors}
             tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
-            tensors = self._report_tensors(
-                tensors, sum(prod(each.shape) for each in entries.values())
-            )
+            total = sum(prod(entry.shape) for entry in entries.values())
+            tensors = self._report_tensors(tensors, total)
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             self._note_losses()
             shared(done.sha256)
@@ -77,7 +77,7 @@ class EngineWeights:
         ):
             if names:
                 formats = (self.model.checkpoint.format(name) for name in names)
-                counts = count_words(format.name for format in formats if format is not None)
+                counts = describe_counts(format.name for format in formats if format is not None)
                 error = sum((losses[name] for name in names), Loss()).relative
                 notes.append(f"({counts}) are rounded to {held}, relative error {error:.2%}")
         if notes:

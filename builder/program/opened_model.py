@@ -71,13 +71,13 @@ class OpenedModel:
 
     def rounded(self) -> dict[str, str]:
         """Return the format of each weight that the engine has to round anew, by name."""
-        found = dict[str, str]()
+        formats = dict[str, str]()
         for name, held in self.table.stored_formats.items():
             format = self.checkpoint.format(name)
             if held is None or format is None or held.represents(format.engine_format):
                 continue
-            found[name] = format.name
-        return found
+            formats[name] = format.name
+        return formats
 
     @property
     def unfit(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class OpenedModel:
         return self.style.packs_weights and self.block_size is not None
 
 
-def count_words(formats: Iterable[str]) -> str:
+def describe_counts(formats: Iterable[str]) -> str:
     """Say how often each format occurs; "" if there is none."""
     return ", ".join(f"{count:,} in {name}" for name, count in sorted(Counter(formats).items()))
 
@@ -161,14 +161,14 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
-    family, share = find_family_of(table.config), Share(table.ranks)
+    share = Share(table.ranks)
     with torch.device(device):
-        model = family.make_model(table.config, table.ranks)
+        model = find_family_of(table.config).make_model(table.config, table.ranks)
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         for name in table.joined:
             module = model.get_submodule(name)
             assert isinstance(module, GatheredMoE)
-            module.join_shared()
+            module.stack_shared_expert()
         if table.shares_embedding:
             model.embed_tokens = None
         for weight in table.of_rank(0):

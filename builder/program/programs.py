@@ -65,7 +65,7 @@ class Program:
         return (*(f"{name}.out" for name in self.state), *self.results)
 
 
-def find_most_tokens(plan: Plan) -> int:
+def max_chunk_tokens(plan: Plan) -> int:
     """Return the largest number of tokens that the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
@@ -95,7 +95,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     without drafts leave the drafter out; fill_drafter fills in what the drafter has missed.
     """
     style = plan.style
-    B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
+    B = plan.max_batch if style.all_slots or plan.max_batch == 1 else EXAMPLE_BATCH
     state = tuple(spec.name for spec in make_state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     steps = (_make_step_programs(plan, model, state, nextn, B) for nextn in counts)
@@ -106,28 +106,36 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     filled = tuple(name for name in state if name not in STEP_STATES)
     inputs = {"tokens": _make_ints(1, EXAMPLE_CHUNK), "start": _make_ints(1)}
     ahead = {"ahead": _make_ints(1, plan.lookahead)} if plan.lookahead else {}
-    style, whole, drafter = plan.style, plan.style.fixed, make_drafter(plan, plan.nextn)
-    parts = model, drafter, style.pipeline.expands_prompts
-    yield Program(PREFILL, PrefillProgram(*parts).eval(), filled, inputs | ahead, whole=whole)
+    style = plan.style
+    whole = plan.style.all_slots
+    drafter = make_drafter(plan, plan.nextn)
+    expand = style.pipeline.expands_prompts
+    prefill = PrefillProgram(model, drafter, expand).eval()
+    yield Program(PREFILL, prefill, filled, inputs | ahead, whole=whole)
     if plan.adaptive and drafter is not None and ahead:
         shape, dtype = (1, EXAMPLE_CHUNK, plan.config.hidden_size), getattr(torch, plan.dtype)
         missed = tuple(name for name in filled if name in drafter.names)
-        given = inputs | ahead | {HIDDEN: torch.zeros(shape, dtype=dtype)}
-        yield Program(FILL_DRAFTER, FillDrafterProgram(*parts).eval(), missed, given, whole=whole)
+        fill = FillDrafterProgram(model, drafter, expand).eval()
+        arguments = inputs | ahead | {HIDDEN: torch.zeros(shape, dtype=dtype)}
+        yield Program(FILL_DRAFTER, fill, missed, arguments, whole=whole)
     if plan.score:
         inputs |= {"following": _make_ints(1, EXAMPLE_CHUNK)} | ahead
-        yield Program(SCORE, ScoreProgram(*parts).eval(), filled, inputs, SCORES, whole=whole)
+        score = ScoreProgram(model, drafter, expand).eval()
+        yield Program(SCORE, score, filled, inputs, SCORES, whole=whole)
 
 
 def _make_step_programs(
     plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
 ) -> Iterator[Program]:
     """Yield the two programs of a step that makes nextn drafts; B is the batch of the example."""
-    style, drafter = plan.style, make_drafter(plan, nextn)
-    active, more = {"active": torch.ones(B, dtype=torch.bool)}, tuple[str, ...]()
-    if drafter is not None and not nextn:  # the host keeps what `fill_drafter` needs
+    style = plan.style
+    drafter = make_drafter(plan, nextn)
+    active = {"active": torch.ones(B, dtype=torch.bool)}
+    for_host: tuple[str, ...] = ()  # what the host keeps for `fill_drafter`
+    if drafter is not None and not nextn:
         state = tuple(name for name in state if name not in {"draft_probs", *drafter.names})
-        drafter, more = None, (HIDDEN,) if plan.lookahead else ()
+        drafter = None
+        for_host = (HIDDEN,) if plan.lookahead else ()
     acceptance = KernelAcceptance if style.accepts_by_kernel else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     rules = tuple(map(find_rule, plan.rules))
@@ -140,9 +148,17 @@ def _make_step_programs(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
-        name, module.results = name_program(kind, nextn, plan.nextn), more
-        results = (*outputs, *more)
-        yield Program(name, module.eval(), state, inputs, results, B, style.whole_caches)
+        module.results = for_host
+        results = (*outputs, *for_host)
+        yield Program(
+            name_program(kind, nextn, plan.nextn),
+            module.eval(),
+            state,
+            inputs,
+            results,
+            B,
+            style.whole_caches,
+        )
 
 
 def _make_example_controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:

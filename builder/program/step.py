@@ -78,8 +78,8 @@ class StepProgram(nn.Module):
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
         }
-        found = vars(verdict) | {"num_tokens": n, HIDDEN: hidden}
-        outputs = {name: found[name] for name in (*acceptance.outputs, *self.results)}
+        results = vars(verdict) | {"num_tokens": n, HIDDEN: hidden}
+        outputs = {name: results[name] for name in (*acceptance.outputs, *self.results)}
         return {name: new[name] for name in state}, outputs
 
 
@@ -105,16 +105,16 @@ class MixedStepProgram(StepProgram):
         self.acceptance, self.rules = acceptance, rules
         self.controls, self.constraints = controls, constraints
 
-        def forward(*given: Any) -> tuple[State, State]:
-            return self.run_mixed_step(*given)
+        def forward(*values: Any) -> tuple[State, State]:
+            return self.run_mixed_step(*values)
 
         forward.__signature__ = signature(*controls, *constraints)  # type: ignore[attr-defined]
         self.forward = forward  # type: ignore[assignment]
 
-    def run_mixed_step(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+    def run_mixed_step(self, state: State, active: Tensor, *values: Tensor) -> tuple[State, State]:
         """Run a step with a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
-        inputs = name_controls(given, table)
+        inputs = name_controls(values, table)
         for control in table:  # inputs may have places for more drafts
             if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
                 inputs[control.name] = inputs[control.name][:, : self.nextn + 1]

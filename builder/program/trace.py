@@ -9,7 +9,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
-from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, find_most_tokens
+from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, max_chunk_tokens
 from mtpbuild.plugins import NODE_FACETS
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
@@ -45,14 +45,14 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     """Export a program as one graph.
 
     The sizes that vary are `rows` (the cache rows in use), the `chunk` of a prefill, and the
-    `batch` of a decode step if there is more than one slot. In a fixed style only the chunk varies,
-    and a GPU's decode steps take the caches whole.
+    `batch` of a decode step if there is more than one slot. If programs take all slots only the
+    chunk varies, and a GPU's decode steps take the caches whole.
     """
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
-    chunk = Dim("chunk", min=1, max=find_most_tokens(plan))
+    chunk = Dim("chunk", min=1, max=max_chunk_tokens(plan))
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
-    slots = {0: batch} if program.batch > 1 and not plan.style.fixed else {}
+    slots = {0: batch} if program.batch > 1 and not plan.style.all_slots else {}
     state, state_dims = {}, {}
     for spec in (s for s in make_state_specs(plan) if s.name in program.state):
         sizes, state_dims[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
@@ -73,7 +73,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
         torch.no_grad(),
         no_places,
         _use_lazy_graph_module(True),
-        keep(kept, fixed_sizes=pipeline.fixed_sizes),
+        keep(kept, padded_tokens=pipeline.padded_tokens),
     ):
         exported = torch.export.export(
             program.module,
@@ -81,7 +81,8 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
             dynamic_shapes=(state_dims, *(argument_dims[name] for name in program.arguments)),
         )
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
-    signature, names = exported.graph_signature, (*program.state, *program.arguments)
+    signature = exported.graph_signature
+    names = (*program.state, *program.arguments)
     inputs = tuple(map(_make_spec, names, (values[name] for name in signature.user_inputs)))
     outputs = tuple(
         map(_make_spec, program.outputs, (values[name] for name in signature.user_outputs))

@@ -16,7 +16,7 @@ from mtpbuild.builder.models.common.layers import Positions, State
 from mtpbuild.plugins import take_rows
 
 
-def find_positions(
+def make_positions(
     model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int
 ) -> Positions:
     """Return the positions of `tokens` tokens of each active slot, from start [B] on.
@@ -62,7 +62,7 @@ class Window:
     def rows(self, model: CausalLM, active: Tensor) -> Positions:
         """Return the window's positions M .. M + nextn; each attends to those up to itself."""
         bound = model.count_bound_rows(self.state)
-        return find_positions(model, self.state["lengths"], self.size, active, bound)
+        return make_positions(model, self.state["lengths"], self.size, active, bound)
 
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ from itertools import product
 TENSORRT_FORMATS = {"fp8": "8.9", "nvfp4": "10.0"}
 
 
+ASSUMED = "10.0"  # of a dry run without a GPU; graphs and sizes do not depend on it
+
+
 def dotted(text: str) -> str:
     """Turn sm120 into 12.0; return other text stripped, but unchanged."""
     name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())

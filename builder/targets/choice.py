@@ -1,17 +1,17 @@
 """Choose the target of a model for GPUs by what this machine has."""
 
 import contextlib
-from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.plan.recipe import choose_default_target, find_recipe
-from mtpbuild.builder.targets import inductor, load_target, tensorrt
+from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.capability import dotted, explain_capability
-from mtpbuild.builder.targets.inductor import describe_this_gpu
+from mtpbuild.builder.targets.inductor import Inductor, describe_this_gpu
+from mtpbuild.builder.targets.tensorrt import TensorRt
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.gpu.cuda import Device
 
-TENSORRT, INDUCTOR = tensorrt.TARGET.name, inductor.TARGET.name
+TENSORRT, INDUCTOR = TensorRt.name, Inductor.name
 FOR_GPUS = {"device": "cuda", "dtype": "bfloat16"}  # options of target inductor
 
 
@@ -23,7 +23,7 @@ def choose_target(
     Raises UsageError for a rank that is built alone: machines may choose differently.
     """
     recipe = find_recipe(model)
-    if recipe is None or load_target(recipe.target) is not tensorrt.TARGET:
+    if recipe is None or not isinstance(load_target(recipe.target), TensorRt):
         return choose_default_target(model), options, None
     if rank is not None:
         raise UsageError(
@@ -38,8 +38,9 @@ def choose_target(
     if why_not is None and here != capability:
         why_not = f"it compiles on the GPU itself, and none of {capability} is here"
     if why_not is None:
-        lowering = import_module(tensorrt.TARGET.lowering)
-        why_not = next(lowering.list_missing_packages(), None)
+        from mtpbuild.builder.targets.tensorrt.lowering import list_missing_packages
+
+        why_not = next(list_missing_packages(), None)
     if why_not is None:
         rest = {name: value for name, value in options.items() if name != "compute_capability"}
         return TENSORRT, rest, f"it is installed, and GPUs of {capability} have its formats"

@@ -26,9 +26,9 @@ from mtpbuild.builder.gguf.choice import explain_joining
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import Config
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.models.modules import (
-    JOIN,
+    JOIN_A_HEAD_HINT,
     count_stored_modules,
     count_sure_modules,
     describe_stripped,
@@ -50,7 +50,7 @@ UNUSED = (
 ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point", "output_scale")
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """What a weight is made of: tensors of a GGUF file, or weights that MLX changed."""
 
     @property
@@ -68,7 +68,7 @@ class FileEntry(Entry):
     file: Path
     name: str  # in the file
     part: Part | None = None  # where an expert's weight lies, if the tensor is a stack of them
-    source: Source | None = None  # what it is made of, if it is not stored as it is
+    source: TensorSource | None = None  # what it is made of, if it is not stored as it is
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Checkpoint:
         if self.joined and name in self.tensors:
             settings = self.joined.get(self.tensors[name].file, settings)
         entry = self.tensors.get(name)
-        own = None if entry is None or entry.source is None else entry.source.format
-        return own or find_stored_format(name, self.tensors, settings)
+        source_format = None if entry is None or entry.source is None else entry.source.format
+        return source_format or find_stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -181,8 +181,8 @@ class Checkpoint:
             if not entry.shape:
                 number: Tensor = stack[expert : expert + 1]
                 return number[0]
-            own: Tensor = stack[expert : expert + 1, first : first + rows]
-            return own[0]
+            part: Tensor = stack[expert : expert + 1, first : first + rows]
+            return part[0]
 
     @contextmanager
     def _open_file(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
@@ -233,7 +233,7 @@ class Checkpoint:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = find_family_of(config)
         stored_count = count_stored_modules(family, config, self.tensors)
-        stripped = describe_stripped(self.folder, family, config, stored_count) if drafts else None
+        stripped = describe_stripped(self.folder, config, stored_count) if drafts else None
         count = min(stored_count, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
         fault = stripped or (self._find_fault(config, head=True) if count else None)
@@ -244,7 +244,7 @@ class Checkpoint:
         # A fault of the whole checkpoint is none of its head alone.
         trunk_fault = self._find_fault(config, head=False)
         instead = explain_joining(self.folder) or offer_unnamed_head(self.folder)
-        raise CheckpointError(trunk_fault or f"{fault}: {JOIN}{instead}")
+        raise CheckpointError(trunk_fault or f"{fault}: {JOIN_A_HEAD_HINT}{instead}")
 
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
@@ -293,10 +293,10 @@ class Checkpoint:
         return all(torch.equal(one, two) for one, two in pairs)
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
-        if found := sorted(names):
-            raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
+        if listed := sorted(names):
+            raise CheckpointError(f"{self.folder}: {what} {listed[0]}{more(len(listed) - 1)}")
 
-    def _check_weight(self, stored: Stored) -> set[str]:
+    def _check_weight(self, stored: StoredTensor) -> set[str]:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
@@ -323,11 +323,11 @@ class Checkpoint:
     def check_sources(self, shapes: Mapping[str, Shape]) -> set[str]:
         """Check the weights that a weight is made of; return the names of all their parts."""
         self._refuse(shapes.keys() - self.tensors.keys(), "missing tensor")
-        return set().union(*(self._check_weight(Stored(*named)) for named in shapes.items()))
+        return set().union(*(self._check_weight(StoredTensor(*named)) for named in shapes.items()))
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
-        if (found := self.tensors[name].shape) != shape:
-            raise self._make_error(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
+        if (stored_shape := self.tensors[name].shape) != shape:
+            raise self._make_error(name, f"has shape {[*stored_shape]}, {why} makes it {[*shape]}")
 
 
 def choose_read_format(format: Format, held: Format) -> Format:

@@ -34,5 +34,5 @@ def join_brought(
         tensors[name] = entry
         shapes.append((name, entry.shape))
     joined = {**checkpoint.joined} | {path: {} for path in files}
-    own = replace(checkpoint, tensors=tensors, joined=joined)
-    return own, replace(config, drafter_weights=(*shapes,))
+    joined_checkpoint = replace(checkpoint, tensors=tensors, joined=joined)
+    return joined_checkpoint, replace(config, drafter_weights=(*shapes,))

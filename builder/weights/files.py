@@ -36,11 +36,11 @@ def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Chec
         if entry.name in files:
             other = files[entry.name]
             raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name], found = entry.file, list_text_weights(entry)
-        if twice := found.keys() & tensors.keys():
+        files[entry.name], listed = entry.file, list_text_weights(entry)
+        if twice := listed.keys() & tensors.keys():
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
-        tensors |= found
+        tensors |= listed
     tower = sum(find_text_name(name) is None for name in files)
     return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
 
@@ -80,8 +80,8 @@ def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
         return {}
     name = name_own(name)
     experts = {
-        own: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
-        for own, part in unstack(name, entry.shape)
+        part_name: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
+        for part_name, part in unstack(name, entry.shape)
     }
     return experts or {name: entry}
 

@@ -59,8 +59,8 @@ def find_trunk(folder: Path) -> Path:
 
 def find_head(trunk: Path) -> Path | None:
     """Return the file beside a GGUF file that holds its MTP head alone, if there is one."""
-    found = choose_head(trunk.name, [path.name for path in trunk.parent.glob(f"{HEAD}*{ENDING}")])
-    return trunk.with_name(found[0]) if found else None
+    heads = choose_head(trunk.name, [path.name for path in trunk.parent.glob(f"{HEAD}*{ENDING}")])
+    return trunk.with_name(heads[0]) if heads else None
 
 
 def find_cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path | None:
@@ -70,8 +70,8 @@ def find_cached_gguf(repository: str, tag: str, revision: str | None = None) -> 
         return None
     here = (path for path in snapshot.rglob(f"*{ENDING}") if path.is_file())
     try:
-        found = choose_model(repository, [str(p.relative_to(snapshot)) for p in here], tag)
-        return find_shard_paths(snapshot / found[0])[0]
+        names = choose_model(repository, [str(p.relative_to(snapshot)) for p in here], tag)
+        return find_shard_paths(snapshot / names[0])[0]
     except CheckpointError:
         return None
 
@@ -85,8 +85,8 @@ def read_model(folder: Path) -> GgufFile:
     head = read_file(place)
     refuse_other(trunk, head)
     blocks = (f"blk.{head.layers + j}." for j in range(head.modules))
-    own = tuple(blocks)
-    joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(own)}
+    prefixes = tuple(blocks)
+    joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(prefixes)}
     count = {f"{trunk.architecture}.nextn_predict_layers": head.modules}
     count[f"{trunk.architecture}.block_count"] = head.layers + head.modules
     return replace(trunk, keys={**trunk.keys, **count}, tensors={**trunk.tensors, **joined})

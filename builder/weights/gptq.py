@@ -41,13 +41,13 @@ def encode_calibrated(format: Integers, weight: Tensor, shares: Tensor) -> dict[
     scales = torch.empty(len(left) // BLOCK, weight.shape[0], dtype=format.scales)
     for start in range(0, len(left), BLOCK):
         end = start + BLOCK
-        own = shares[start:end, start:end]
+        diagonal = shares[start:end, start:end]
         owed = shares[:start, start:end].T @ left[:start]  # [BLOCK, N]: what errors ask for
-        answer = torch.linalg.solve_triangular(own.T, owed, upper=False, unitriangular=True)
+        answer = torch.linalg.solve_triangular(diagonal.T, owed, upper=False, unitriangular=True)
         block = (left[start:end] + answer).T.contiguous()
         scale = scales[start // BLOCK] = format.fit_scales(block).squeeze(-1)
         for i, column in enumerate(left[start:end]):
             code = codes[start + i] = format.codes(column + owed[i], scale)
             column -= (code.float() - format.zero) * scale.float()
-            owed[i + 1 :].addr_(own[i, i + 1 :], column)
+            owed[i + 1 :].addr_(diagonal[i, i + 1 :], column)
     return format.collect(codes.T, scales.T)

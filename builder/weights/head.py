@@ -58,15 +58,13 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     stored = [entry for file in files for entry in list_entries(file)]
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored])
-    names = name_modules(family, config, opened.tensors)
+    names = name_modules(config, opened.tensors)
     tensors = {names[name]: entry for name, entry in opened.tensors.items() if name in names}
-    alone = (f"{prefix}{family.join}.weight" for prefix in PREFIXES)
+    alone = (f"{prefix}{config.module_names.input_proj}.weight" for prefix in PREFIXES)
     if not tensors and any(name in opened.tensors for name in alone):
-        tensors = {
-            name_lone_tensor(family, config, n): entry for n, entry in opened.tensors.items()
-        }
+        tensors = {name_lone_tensor(config, n): entry for n, entry in opened.tensors.items()}
     if not count_stored_modules(family, config, tensors):
-        first = family.name_module(config, 0)
+        first = config.name_module(0)
         raise CheckpointError(f"--mtp {place}: no tensor of MTP layer {first} is there")
     return replace(opened, tensors=tensors, tower=0)
 
@@ -97,13 +95,13 @@ def refuse_other_model(
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint with the modules of other files in place of its own."""
     head, family = open_head(place, config), find_family_of(config)
-    own = {
+    trunk = {
         name: entry
         for name, entry in checkpoint.tensors.items()
         if not is_module(family, config, name)
     }
     joined = {entry.file: head.settings for entry in head.tensors.values()}
-    return replace(checkpoint, tensors=own | {**head.tensors}, joined=joined)
+    return replace(checkpoint, tensors=trunk | {**head.tensors}, joined=joined)
 
 
 def open_slice(folder: Path, layers: LayersSlice | None, mtp: Path | None = None) -> Checkpoint:

@@ -36,8 +36,8 @@ class KnownEmbedding(nn.Module):
         self.tokens, rows, start = tokens.unique(), list[Tensor](), 0
         for piece in checkpoint.rows(EMBEDDING):
             end = start + len(piece)
-            own = self.tokens[(self.tokens >= start) & (self.tokens < end)]
-            rows.append(piece[own - start])
+            here = self.tokens[(self.tokens >= start) & (self.tokens < end)]
+            rows.append(piece[here - start])
             start = end
         self.rows = torch.cat(rows)
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from mtpbuild.builder.formats import FORMATS, Entry, Format, refuse_too_large, refuse_too_small
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.models.common.weight import Stored
+from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.weights.checkpoint import (
     PIECE,
     Checkpoint,
@@ -130,7 +130,7 @@ class QuantisedView:
 
 
 def requantise(
-    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[Stored]
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[StoredTensor]
 ) -> QuantisedView:
     """Return a view of these weights of a checked checkpoint, quantised as `scheme` says."""
     formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, Entry]()
@@ -144,7 +144,7 @@ def requantise(
     return QuantisedView(checkpoint, tensors, formats, tuple(unfit))
 
 
-def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:
+def format_by(scheme: Scheme, config: ModelConfig, stored: StoredTensor) -> Format | None:
     """Return the format that a scheme gives a weight; None if the weight stays as it is."""
     wanted = scheme.wanted(config, stored.name)
     format = None if wanted is None else FORMATS[wanted]
@@ -152,7 +152,7 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | N
 
 
 def find_stored_parts(
-    checkpoint: Checkpoint, stored: Stored, format: Format | None
+    checkpoint: Checkpoint, stored: StoredTensor, format: Format | None
 ) -> dict[str, Entry]:
     """Return the tensors that store a weight, by suffix; a weight that is dequantised is bf16."""
     if format is not None:

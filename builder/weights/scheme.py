@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
 
@@ -101,8 +101,8 @@ class Scheme:
         """Return the list of excluded modules as ModelOpt writes it."""
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp is None:
-            family, count = find_family_of(config), config.num_nextn_predict_layers
-            names += [f"{family.name_module(config, j)}*" for j in range(count)]
+            count = config.num_nextn_predict_layers
+            names += [f"{config.name_module(j)}*" for j in range(count)]
         return names
 
     def globs(self, format: str | None) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def find_weight_role(config: ModelConfig, name: str) -> str:
         return "main" if layer < config.num_hidden_layers else "mtp"
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
-    return "join" if family.joins(config, name) else ""
+    return "join" if family.is_module_input_proj(config, name) else ""
 
 
 def find_module_of(config: ModelConfig, name: str) -> str:
@@ -190,9 +190,9 @@ def make_engine_scheme(
     return replace(SCHEMES[weights], head=head, join=join, calibration=calibration)
 
 
-def add_calibration(scheme: AnyScheme, own: bool, text: Path | None) -> AnyScheme:
+def add_calibration(scheme: AnyScheme, by_own_text: bool, text: Path | None) -> AnyScheme:
     """Return the scheme with the calibration that the flags `--calibrate*` ask for, if any."""
-    if text is None and not own:
+    if text is None and not by_own_text:
         return scheme
     flag = "--calibrate" if text is None else f"--calibration-text {text}"
     if scheme is None or "int4" not in (scheme.main, scheme.mtp, scheme.head):

@@ -13,12 +13,12 @@ from mtpbuild.builder.formats.integers import INT8, Integers, join_integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, find_modules_like_routed, with_shared
-from mtpbuild.builder.models.common.weight import Layout, Share, Stored, Weight
+from mtpbuild.builder.models.common.weight import Layout, Share, StoredTensor, Weight
 from mtpbuild.builder.weights.scheme import find_weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embed_tokens", "lm_head"  # in the table
-FormatOf: TypeAlias = Callable[[Stored], Format | None]  # of a weight in the checkpoint
+FormatOf: TypeAlias = Callable[[StoredTensor], Format | None]  # of a weight in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class WeightTable:
         return {weight.name: weight.format for weight in self.weights if weight.format is not None}
 
     @property
-    def stored(self) -> dict[str, Stored]:
+    def stored(self) -> dict[str, StoredTensor]:
         """The checkpoint's weights, by name."""
         return {stored.name: stored for weight in self.weights for stored in weight.stored}
 
@@ -65,7 +65,11 @@ class WeightTable:
     @property
     def stored_formats(self) -> dict[str, Format | None]:
         """The format in which the engine holds each weight of the checkpoint, by name."""
-        return {stored.name: format for each in self.weights for stored, format in each.held}
+        return {
+            stored.name: format
+            for each in self.weights
+            for stored, format in each.formats_by_stored
+        }
 
     @property
     def parameters(self) -> int:
@@ -143,16 +147,16 @@ def _choose_kept_formats(
 ) -> tuple[Format | None, ...]:
     """Return the formats in which engines keep the tensors that a weight is made from."""
 
-    def keep(stored: Stored) -> Format | None:
+    def keep(stored: StoredTensor) -> Format | None:
         if (format := format_of(stored)) is None:
             return None
-        kept, own = format.engine_format, format.engine_format.name in style.formats
-        if style.rounds_to is None or (own and kept.offsets is None):
+        kept, supported = format.engine_format, format.engine_format.name in style.formats
+        if style.rounds_to is None or (supported and kept.offsets is None):
             return kept
         if not find_weight_role(config, stored.name):
             return None  # a router, or a delta rule's exponents
         rounded = FORMATS[style.rounds_to]
-        return kept if own else rounded if rounded.fits(stored.shape) else None
+        return kept if supported else rounded if rounded.fits(stored.shape) else None
 
     return tuple(map(keep, weight.stored))
 
@@ -185,7 +189,7 @@ def _can_stay(weight: Weight, share: Share) -> bool:
     """Return whether programs can compute with the weight's format."""
     format = weight.format
     assert format is not None
-    fits = format.looks_up if weight.looked_up else weight.joined is not None
+    fits = format.looks_up if weight.looked_up else weight.concat_axis is not None
     return fits and format.can_split(share.ranks.tp, weight.scale_group(share))
 
 

@@ -3,17 +3,14 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.lab.bench.engines import EnginePair, build_engines
 from mtpbuild.lab.bench.figures import make_rows
 from mtpbuild.lab.bench.measure import Contender, measure
-from mtpbuild.lab.bench.pictures import draw_batches, draw_speedups, draw_steps
 from mtpbuild.lab.bench.report import (
     Benchmark,
     list_csv_rows,
@@ -22,7 +19,8 @@ from mtpbuild.lab.bench.report import (
 )
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset, load_groups, split_groups
-from mtpbuild.lab.show.results import Pictures, check_writable, write_results
+from mtpbuild.lab.show.results import check_writable, write_results
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import UsageError
@@ -42,7 +40,7 @@ class BenchRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
         for size in self.concurrency:
-            in_range(1, size, MAX_BATCH, "--concurrency")
+            in_range(size, 1, MAX_BATCH, "--concurrency")
             if self.max_batch % size:
                 raise UsageError(
                     f"--concurrency {size} does not divide {self.max_batch}: groups of the largest "
@@ -90,7 +88,6 @@ def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
                 settings={"concurrency": size, **settings},
                 engines={pair.nextn: str(pair.folder) for pair in built},
                 rows=make_rows(contenders, by_nextn),
-                measured=by_nextn,
             )
             for size, by_nextn in measured.items()
         ]
@@ -114,12 +111,3 @@ def write_benchmarks(reports: Sequence[Benchmark], out: Path) -> None:
     """Write the figures as JSON and CSV."""
     document = make_batches_json(reports) if len(reports) > 1 else make_bench_json(reports[0])
     write_results(out, "bench", document, list_csv_rows(reports))
-
-
-def list_pictures(reports: Sequence[Benchmark]) -> Pictures:
-    """Return the pictures of the first concurrency, and one that compares several."""
-    first = reports[0]
-    pictures = {"bench": partial(draw_speedups, first), "bench_steps": partial(draw_steps, first)}
-    if len(reports) > 1:
-        pictures["bench_batches"] = partial(draw_batches, reports)
-    return pictures

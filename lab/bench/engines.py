@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.job import prepare, take_fingerprints
-from mtpbuild.builder.compiler.plans import find_source
+from mtpbuild.builder.compiler.plans import plan_engines
+from mtpbuild.builder.compiler.source import find_source
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.plan import Nextn, choose_drafter, in_order
 from mtpbuild.builder.plan.recipe import choose_default_target
@@ -13,6 +13,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights.scheme import AS_STORED
+from mtpbuild.lab.measure.workbench import WORKBENCH
 
 PRIVATE = Path("engines") / ".bench"
 
@@ -31,7 +32,7 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
 
     request: its drafter is for every nextn except "auto", which always uses MTP Eagle.
     """
-    source, config = find_source(request)
+    source = find_source(request)
     requests = {
         nextn: replace(
             request, nextn=(nextn,), drafter=None if nextn == "auto" else request.drafter
@@ -39,17 +40,18 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
         for nextn in in_order([0, *(request.nextn or ())])
     }
     for nextn, asked in requests.items():  # fail before anything is built
-        choose_drafter(config, nextn, asked.drafter)
+        choose_drafter(source.config, nextn, asked.drafter)
 
     def build_at(out: Path, asked: BuildRequest) -> Path:
         stages.watch(f"building {out}")
-        build(replace(asked, out=out), stages)
+        build(replace(asked, out=out), WORKBENCH, stages)
         return out
 
     pairs = []
     for nextn, asked in requests.items():
         name = f"{source.engine}_n{nextn}"
-        folder, verifier = build_at(choose_folder(name, asked), asked), None
+        folder = build_at(choose_folder(name, asked), asked)
+        verifier = None
         if nextn not in (0, "auto"):
             undrafted = replace(asked, drafter="none")
             verifier = build_at(make_private_folder(name, undrafted), undrafted)
@@ -64,11 +66,11 @@ def choose_folder(name: str, request: BuildRequest) -> Path:
     """
     changed = request.drafter, request.scheme, request.acceptance_rules, request.options
     if has_usual_target(request) and request.max_batch == 1 and not any(changed):
-        job = prepare(replace(request, force=True))
-        (usual,) = job.plans
+        plans = plan_engines(replace(request, force=True))
+        (usual,) = plans.engines
         if not usual.exists():
             return usual
-        if layout.find_engine(usual, take_fingerprints(job).fingerprints[usual]):
+        if layout.find_engine(usual, plans.take_fingerprints().fingerprints[usual]):
             return usual
     return make_private_folder(name, request)
 

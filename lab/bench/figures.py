@@ -8,6 +8,7 @@ from typing import Any
 
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.lab.bench.measure import Contender, Measurements
+from mtpbuild.lab.measure.runs import TimedAnswer
 from mtpbuild.lab.measure.statistics import (
     ALL,
     Estimate,
@@ -33,6 +34,7 @@ class NextnResult:
     nextn: Nextn
     drafter: str | None
     kinds: dict[str, Figures]  # ALL first
+    requests: Sequence[Figures] = ()
 
     @property
     def overall(self) -> Figures:
@@ -42,7 +44,7 @@ class NextnResult:
         return Estimate(**self.kinds[kind]["speedup"])
 
     @property
-    def most(self) -> int:
+    def max_drafts(self) -> int:
         """The largest number of drafts in a step."""
         return len(self.overall[PER_POSITION])
 
@@ -55,16 +57,17 @@ def make_rows(
     by_kind = {kind: select_kind(base.groups, kind) for kind in list_kinds(chain(*base.groups))}
     if any(count_decoded(groups)[1] == 0 or not base.steps for groups in by_kind.values()):
         raise UsageError("no request gave two tokens: there is nothing to time; see --output-len")
-    result = []
+    rows = []
     for contender in contenders:
         mine = measured[contender.nextn]
         cost = compute_cost(base, mine, contender.nextn)
-        figures = {
+        kinds = {
             kind: compute_figures(select_kind(mine.groups, kind), groups, cost)
             for kind, groups in by_kind.items()
         }
-        result.append(NextnResult(contender.nextn, contender.drafter, figures))
-    return result
+        requests = [describe_request(answer) for answer in chain(*mine.groups)]
+        rows.append(NextnResult(contender.nextn, contender.drafter, kinds, requests))
+    return rows
 
 
 def compute_cost(base: Measurements, mine: Measurements, nextn: Nextn) -> Figures:
@@ -101,8 +104,8 @@ def compute_figures(groups: Groups, base: Groups, cost: Figures) -> Figures:
     }
     latencies = {
         f"{key}_{name}_ms": 1000 * value
-        for name, each in times.items()
-        for key, value in summarise(each).items()
+        for name, seconds_of in times.items()
+        for key, value in summarise(seconds_of).items()
     }
     return {
         "completed": len(answers),
@@ -129,15 +132,31 @@ def compute_figures(groups: Groups, base: Groups, cost: Figures) -> Figures:
     }
 
 
-def recommend_nextn(table: Sequence[NextnResult]) -> tuple[Nextn, str]:
+def describe_request(answer: TimedAnswer) -> Figures:
+    """Return the numbers from which the figures can be computed again."""
+    return {
+        "kind": answer.prompt.kind,
+        "task_id": answer.prompt.task_id,
+        "input_tokens": len(answer.prompt.token_ids),
+        "output_tokens": len(answer.token_ids),
+        "ttft_ms": 1000 * (answer.times[0] - answer.submitted),
+        "e2el_ms": 1000 * (answer.times[-1] - answer.submitted),
+        "steps": len(answer.times),
+        "itl_ms": [round(1000 * seconds, 4) for seconds in answer.intervals],
+        "acceptance_histogram": answer.drafting.acceptance_histogram,
+    }
+
+
+def recommend_nextn(rows: Sequence[NextnResult]) -> tuple[Nextn, str]:
     """Choose the fastest nextn, and write in one line whether MTP pays."""
-    drafting = [row for row in table if row.nextn]
+    drafting = [row for row in rows if row.nextn]
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
     best = max(drafting, key=lambda row: row.speedup().value)
-    ratio, tokens, cost = best.speedup(), best.overall["tokens_per_step"], best.overall["step_cost"]
+    ratio = best.speedup()
     named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
-    why = f"{tokens:.2f} tokens per step at {cost:.2f} times the step's cost"
+    why = "{tokens_per_step:.2f} tokens per step at {step_cost:.2f} times the step's cost"
+    why = why.format(**best.overall)
     if ratio.low is not None and ratio.low > 1:
         return best.nextn, f"MTP pays: {named}; {why}{name_kinds_apart(drafting, best)}"
     if ratio.value > 1:
@@ -145,24 +164,23 @@ def recommend_nextn(table: Sequence[NextnResult]) -> tuple[Nextn, str]:
     return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
 
 
-def find_disagreements(table: Sequence[NextnResult]) -> str | None:
+def name_kinds_apart(drafting: Sequence[NextnResult], best: NextnResult) -> str:
+    """Name the kinds of prompts for which another nextn is fastest."""
+    apart = []
+    for kind in best.kinds:
+        fastest = max(drafting, key=lambda row: row.speedup(kind).value)
+        if fastest != best and kind != ALL:
+            apart.append(f"{kind}: nextn {fastest.nextn}, {fastest.speedup(kind).value:.2f}x")
+    return f" ({'; '.join(apart)})" if apart else ""
+
+
+def find_disagreements(rows: Sequence[NextnResult]) -> str | None:
     """Name each nextn whose measured and predicted speedups are too far apart."""
     apart = []
-    for row in table:
+    for row in rows:
         measured, predicted = row.speedup().value, row.overall["predicted_speedup"]
         if predicted is not None and abs(measured / predicted - 1) > AGREEMENT:
             apart.append(f"nextn {row.nextn} {measured:.2f}x against {predicted:.2f}x")
     text = f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
     text += f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
     return text if apart else None
-
-
-def name_kinds_apart(drafting: Sequence[NextnResult], best: NextnResult) -> str:
-    """Name the kinds of prompts for which another nextn is fastest."""
-    found = []
-    for kind in best.kinds:
-        values = {row.nextn: row.speedup(kind).value for row in drafting}
-        nextn = max(values, key=lambda nextn: values[nextn])
-        if nextn != best.nextn and kind != ALL:
-            found.append(f"{kind}: nextn {nextn}, {values[nextn]:.2f}x")
-    return f" ({'; '.join(found)})" if found else ""

@@ -44,17 +44,17 @@ def measure(
     """Measure each nextn; the timed steps follow texts of the first contender, nextn 0."""
     measured = {contender.nextn: Measurements() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
-    most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
+    max_length = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
     warm_up_engines(contenders, groups[0])
     with pause_garbage_collection():
         for i, group in enumerate(groups):
-            done, at_once = i * len(group), f", {len(group)} at once" if len(group) > 1 else ""
-            watch(f"request {done + 1} of {len(groups) * len(group)}{at_once}")
+            at_once = f", {len(group)} at once" if len(group) > 1 else ""
+            watch(f"request {i * len(group) + 1} of {len(groups) * len(group)}{at_once}")
             for contender in runs.rotate(contenders, i):
                 answers = runs.run_settled(contender.engine, contender.adapt(group))
                 measured[contender.nextn].groups.append(answers)
             baseline = measured[contenders[0].nextn].groups[-1]
-            contexts = make_contexts(group, baseline, (i + 0.5) / len(groups), most)
+            contexts = make_contexts(group, baseline, (i + 0.5) / len(groups), max_length)
             for contender in runs.rotate(contenders, i):
                 time_steps(contender, contender.adapt(contexts), measured[contender.nextn])
     return measured
@@ -70,11 +70,11 @@ def time_steps(contender: Contender, contexts: Group, measured: Measurements) ->
 
 
 def make_contexts(
-    group: Group, baseline: Sequence[runs.TimedAnswer], part: float, most: int
+    group: Group, baseline: Sequence[runs.TimedAnswer], part: float, max_length: int
 ) -> Group:
-    """Extend each prompt by the first `part` of its answer, to `most` tokens at most."""
+    """Extend each prompt by the first `part` of its answer, to `max_length` tokens at most."""
     return [
-        replace(p, token_ids=(p.token_ids + text[: int(part * len(text))])[: max(most, 1)])
+        replace(p, token_ids=(p.token_ids + text[: int(part * len(text))])[: max(max_length, 1)])
         for p, text in zip(group, (answer.token_ids for answer in baseline), strict=True)
     ]
 

@@ -63,7 +63,6 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
                 "sampling": asdict(request.params),
             },
             rows=make_rows(graded),
-            graded=graded,
         )
     write_evaluation(report, request.out)
     return report

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.plan.recipe import find_built_in
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.lab.measure.prompts import Prompt, add_seed, check_room
 from mtpbuild.lab.measure.runs import TimedAnswer, change_params, rotate, run_settled
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import PromptLine, read_lines
 
 TASKS = ("reasoning",)
@@ -48,23 +48,24 @@ def load_problems(
     def take(line: ProblemLine, number: int) -> Problem:
         asked = [{"role": "user", "content": line.question}]
         ids = line.token_ids(engine) if line.question is None else line.chat_ids(engine, asked)
-        own = add_seed(params, number)
+        settings = add_seed(params, number)
         if line.output_tokens is not None:
-            own = replace(own, max_tokens=line.output_tokens)
-        check_room(engine, len(ids), own.max_tokens)
+            settings = replace(settings, max_tokens=line.output_tokens)
+        check_room(engine, len(ids), settings.max_tokens)
         name = number if line.task_id is None else line.task_id
-        return Problem(Prompt(line.form or "all", name, ids, own), line.answer.strip())
+        return Problem(Prompt(line.form or "all", name, ids, settings), line.answer.strip())
 
     hint = f"; built in: {', '.join(TASKS)}"
     problems = read_lines(path, f"--task {task}", ProblemLine, take, hint)
     if count is None:
         return problems[: NUM_PROBLEMS if task in TASKS else None]
-    return problems[: in_range(1, count, len(problems), "--num-problems")]
+    return problems[: in_range(count, 1, len(problems), "--num-problems")]
 
 
 def extract_answer(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
     """Return the text after the thinking phase, stripped; None if the phase never ended."""
-    manifest, tokenizer = engine.manifest, engine.tokenizer
+    manifest = engine.manifest
+    tokenizer = engine.tokenizer
     assert tokenizer is not None, "problems are texts"
     tokens = list(token_ids)
     if tokens and tokens[-1] in manifest.model.eos_token_ids:

@@ -5,30 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
-
-from rich.table import Table
+from typing import Any
 
 from mtpbuild.lab.eval.problems import GradedAnswer
 from mtpbuild.lab.measure import statistics
 from mtpbuild.lab.measure.statistics import ALL, Estimate
-from mtpbuild.lab.show.pictures import (
-    COLOURS,
-    GREY,
-    compute_error_bar_lengths,
-    draw_panels,
-    label_x,
-    write_above,
-    write_machine_note,
-)
+from mtpbuild.lab.show.pictures import Line, Panel, Picture, write_machine_note
 from mtpbuild.lab.show.results import write_results
-from mtpbuild.lab.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime import Manifest
+from mtpbuild.runtime.tables import Row, print_lines, print_table
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SHARE = "right answers, %"
 Figures = dict[str, Any]  # of the problems of one form; keys of eval.json
 
 
@@ -38,6 +24,7 @@ class SettingRow:
 
     name: str
     forms: dict[str, Figures]  # ALL first
+    problems: Sequence[Figures] = ()
 
     @property
     def overall(self) -> Figures:
@@ -47,44 +34,46 @@ class SettingRow:
     def speedup(self) -> Estimate:
         return Estimate(**self.overall["speedup_over_strict"])
 
+    @property
+    def accuracy(self) -> Estimate:
+        """The percentage of right answers."""
+        share, (low, high) = self.overall["accuracy"], self.overall["accuracy_interval"]
+        return Estimate(100 * share, 100 * low, 100 * high)
+
 
 def make_rows(graded: dict[str, list[GradedAnswer]]) -> list[SettingRow]:
     """Compute a row per setting; the first one is strict."""
     strict, *_ = graded.values()
-    forms = statistics.list_kinds(g.answer for g in strict)
-
-    def select_form(answers: Sequence[GradedAnswer], form: str) -> list[GradedAnswer]:
-        return [g for g in answers if form in (ALL, g.answer.prompt.kind)]
-
-    return [
-        SettingRow(
-            name,
-            {
-                form: compute_figures(select_form(mine, form), select_form(strict, form))
-                for form in forms
-            },
-        )
-        for name, mine in graded.items()
-    ]
+    rows = []
+    for name, answers in graded.items():
+        pairs = list(zip(answers, strict, strict=True))
+        forms = {
+            form: compute_figures([p for p in pairs if form in (ALL, p[0].answer.prompt.kind)])
+            for form in statistics.list_kinds(g.answer for g in strict)
+        }
+        rows.append(SettingRow(name, forms, [describe_problem(answer) for answer in answers]))
+    return rows
 
 
-def compute_figures(mine: Sequence[GradedAnswer], strict: Sequence[GradedAnswer]) -> Figures:
-    answers, base = [g.answer for g in mine], [[g.answer] for g in strict]
-    groups = [[answer] for answer in answers]
+def compute_figures(pairs: Sequence[tuple[GradedAnswer, GradedAnswer]]) -> Figures:
+    """Compute the figures of a setting's answers, each with strict's to the same problem."""
+    mine, strict = zip(*pairs, strict=True)
+    answers = [graded.answer for graded in mine]
+    groups, base = ([[graded.answer] for graded in side] for side in (mine, strict))
     tokens, seconds = statistics.count_decoded(groups)
-    drafting, speedup = statistics.sum_drafting(answers), statistics.compute_speedup(groups, base)
-    count, right = len(mine), sum(g.right for g in mine)
-    share = statistics.estimate_share(right, count)
+    share = statistics.estimate_share(sum(graded.right for graded in mine), len(mine))
     return {
-        "problems_asked": count,
-        "right": right,
+        "problems_asked": len(mine),
+        "right": sum(graded.right for graded in mine),
         "accuracy": share.value,
         "accuracy_interval": share[1:],
         "against_strict": compare_accuracy([g.right for g in mine], [g.right for g in strict]),
-        "spec_decode_acceptance_length": drafting.mean_acceptance_length or 0.0,
+        "spec_decode_acceptance_length": statistics.sum_drafting(answers).mean_acceptance_length
+        or 0.0,
         "total_output_tokens": sum(len(answer.token_ids) for answer in answers),
         "user_tokens_per_s": tokens / seconds if seconds else 0.0,  # after the first token
-        "speedup_over_strict": speedup._asdict(),  # of user_tokens_per_s
+        # of user_tokens_per_s
+        "speedup_over_strict": statistics.compute_speedup(groups, base)._asdict(),
     }
 
 
@@ -92,23 +81,36 @@ def compare_accuracy(mine: Sequence[bool], strict: Sequence[bool]) -> Figures:
     """Compare the accuracy with that of strict acceptance, on the same problems."""
     pairs = list(zip(mine, strict, strict=True))
     lost, gained = pairs.count((False, True)), pairs.count((True, False))
-    each = [a - b for a, b in pairs]
-    low, high = statistics.resample_interval(each, fmean)
+    changes = [a - b for a, b in pairs]
+    low, high = statistics.resample_interval(changes, fmean)
     return {
-        "value": fmean(each),
+        "value": fmean(changes),
         **{"low": low, "high": high},  # the 95 % interval, by resampling the problems
         **{"lost": lost, "gained": gained},  # problems that strict alone, or `mine` alone, solves
-        "p_value": compute_mcnemar_p_value(
-            lost, gained
-        ),  # McNemar's exact test: do lost and gained differ
+        "p_value": compute_mcnemar_p_value(lost, gained),
     }
 
 
 def compute_mcnemar_p_value(lost: int, gained: int) -> float:
-    """Return the probability of a split at least as uneven, if both sides are equally likely."""
+    """Return the probability of a split at least as uneven, if both sides are equally likely.
+
+    McNemar's exact test of whether lost and gained problems differ in number.
+    """
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)
+
+
+def describe_problem(graded: GradedAnswer) -> Figures:
+    answer = graded.answer
+    return {
+        "task_id": answer.prompt.task_id,
+        "form": answer.prompt.kind,
+        "answer": graded.text,
+        "right": graded.right,
+        "output_tokens": len(answer.token_ids),
+        "decode_ms": 1000 * (answer.times[-1] - answer.times[0]),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,6 @@ class Evaluation:
     machine: dict[str, Any]
     settings: dict[str, Any]
     rows: list[SettingRow]
-    graded: dict[str, list[GradedAnswer]]
 
 
 def make_eval_json(report: Evaluation) -> dict[str, Any]:
@@ -136,53 +137,41 @@ def make_eval_json(report: Evaluation) -> dict[str, Any]:
             {
                 "setting": row.name,
                 **row.overall,
-                "forms": {form: f for form, f in row.forms.items() if form != ALL},
-                "problems": [
-                    {
-                        "task_id": g.answer.prompt.task_id,
-                        "form": g.answer.prompt.kind,
-                        "answer": g.text,
-                        "right": g.right,
-                        "output_tokens": len(g.answer.token_ids),
-                        "decode_ms": 1000 * (g.answer.times[-1] - g.answer.times[0]),
-                    }
-                    for g in report.graded[row.name]
-                ],
+                "forms": {form: row.forms[form] for form in row.forms if form != ALL},
+                "problems": row.problems,
             }
             for row in report.rows
         ],
     }
 
 
-def make_table(rows: Sequence[SettingRow]) -> Table:
-    """Make a table with a line per setting, over all problems."""
-    columns = ("right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
-    result = make_figures_table("accepted", columns)
+def write_evaluation(report: Evaluation, out: Path) -> None:
+    """Write the figures as JSON, and as CSV with a line per setting and form."""
+    rows = (
+        {"setting": row.name, "form": form, **figures}
+        for row in report.rows
+        for form, figures in row.forms.items()
+    )
+    write_results(out, "eval", make_eval_json(report), rows)
+
+
+def list_settings(rows: Sequence[SettingRow]) -> Iterator[Row]:
+    """List the rows of a table with a line per setting, over all problems."""
+    yield "accepted", "right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup"
     for row in rows:
-        f, strict = row.overall, row is rows[0]
-        low, high = f["accuracy_interval"]
-        d = f["against_strict"]
-        apart = (f"{100 * d['value']:+.1f}", f"{100 * d['low']:+.0f} {100 * d['high']:+.0f}")
-        result.add_row(
+        right = row.accuracy
+        d = row.overall["against_strict"]
+        apart = f"{100 * d['value']:+.1f}", f"{100 * d['low']:+.0f} {100 * d['high']:+.0f}"
+        compared = row is not rows[0]  # strict is not compared with itself
+        yield (
             row.name,
-            f"{100 * f['accuracy']:.1f} %",
-            f"{100 * low:.0f}-{100 * high:.0f}",
-            *(("", "", "") if strict else (*apart, f"{d['p_value']:.2f}")),
-            f"{f['spec_decode_acceptance_length']:.2f}",
-            f"{f['user_tokens_per_s']:.0f}",
-            "" if strict else f"{row.speedup.value:.2f} ({row.speedup.interval})",
+            f"{right.value:.1f} %",
+            f"{right.low:.0f}-{right.high:.0f}",
+            *((*apart, f"{d['p_value']:.2f}") if compared else ("", "", "")),
+            f"{row.overall['spec_decode_acceptance_length']:.2f}",
+            f"{row.overall['user_tokens_per_s']:.0f}",
+            f"{row.speedup.value:.2f} ({row.speedup.interval})" if compared else "",
         )
-    return result
-
-
-def make_forms_table(rows: Sequence[SettingRow]) -> Table:
-    """Make a table of correct answers and tokens per step, by form."""
-    forms = [form for form in rows[0].forms if form != ALL]
-    result = make_figures_table("right / L", forms)
-    for row in rows:
-        cell = "{right} / {spec_decode_acceptance_length:.2f}"
-        result.add_row(row.name, *(cell.format(**row.forms[form]) for form in forms))
-    return result
 
 
 def write_conclusion(rows: Sequence[SettingRow]) -> str:
@@ -200,85 +189,47 @@ def write_conclusion(rows: Sequence[SettingRow]) -> str:
 
 
 def print_evaluation(report: Evaluation) -> None:
-    build, settings = report.manifest.build, report.settings
+    """Print a line per setting, the right answers and tokens per step by form, the conclusion."""
+    build = report.manifest.build
+    settings = report.settings
     print_lines(
         f"{report.manifest.model.name}, nextn {build.nextn}, {build.drafter}, "
         f"{settings['task']}: {settings['num_problems']} problems",
         style="bold",
     )
-    print_lines(
-        make_table(report.rows),
-        make_forms_table(report.rows) if len(report.rows[0].forms) > 2 else None,
-    )
+    print_table(list_settings(report.rows))
+    _, *forms = report.rows[0].forms
+    if len(forms) > 1:
+        cell = "{right} / {spec_decode_acceptance_length:.2f}"
+        rows = [(r.name, *(cell.format(**r.forms[form]) for form in forms)) for r in report.rows]
+        print_table([("right / L", *forms), *rows])
     print_lines(write_conclusion(report.rows), style="bold")
 
 
-def draw_evaluation(report: Evaluation, path: Path) -> None:
-    """Draw accuracy and speed of the settings, and one over the other, with 95 % intervals."""
-    rows, build = report.rows, report.manifest.build
-    ratios = [row.speedup for row in rows]
-    note = "95 % intervals; above the speedups: acceptance length"
-    with draw_panels(path, f"{note}; {write_machine_note(report.machine)}", 3) as (figure, drawn):
-        left, middle, right = drawn
-        draw_points(left, estimate_accuracies(rows), COLOURS[0])
-        left.set_ylabel(SHARE)
-        draw_points(middle, ratios, COLOURS[1])
-        middle.set_ylabel("speedup over strict")
-        for place, (row, ratio) in enumerate(zip(rows, ratios, strict=True)):
-            length = row.overall["spec_decode_acceptance_length"]
-            write_above(middle, f"{length:.2f}", place, ratio.high or ratio.value)
-        for axes in (left, middle):
-            name = "acceptance: strict, or relaxed top-k / delta" if len(rows) > 2 else ""
-            label_x(axes, name, [row.name for row in rows], rotation=45)
-            axes.margins(y=0.15)
-        draw_accuracy_over_speed(right, rows)
-        figure.suptitle(
-            f"{report.manifest.model.name}, nextn {build.nextn}: "
-            f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
-        )
-
-
-def estimate_accuracies(rows: Sequence[SettingRow]) -> list[Estimate]:
-    """Return each setting's percentage of right answers."""
-    found = ((row.overall["accuracy"], *row.overall["accuracy_interval"]) for row in rows)
-    return [Estimate(*(100 * value for value in each)) for each in found]
-
-
-def draw_points(axes: "Axes", points: Sequence[Estimate], colour: str) -> None:
-    """Draw each setting's value and interval, and a line at strict's value."""
-    values = [point.value for point in points]
-    axes.errorbar(
-        range(len(points)),
-        values,
-        compute_error_bar_lengths(points),
-        fmt="o",
-        color=colour,
-        capsize=3,
+def plot_evaluation(report: Evaluation) -> Picture:
+    """Plot accuracy and speed of the settings, and one over the other, with 95 % intervals."""
+    rows = report.rows
+    manifest = report.manifest
+    names = [row.name for row in rows]
+    accuracies = [row.accuracy for row in rows]
+    lengths = [f"{row.overall['spec_decode_acceptance_length']:.2f}" for row in rows]
+    speeds = [row.overall["user_tokens_per_s"] for row in rows]
+    right = "right answers, %"
+    setting = "acceptance: strict, or relaxed top-k / delta"
+    setting = setting if len(rows) > 2 else ""
+    panels = [
+        Panel(setting, right, [Line("", accuracies, look="o")], names),
+        Panel(
+            setting,
+            "speedup over strict",
+            [Line("", [row.speedup for row in rows], look="o", notes=lengths)],
+            names,
+        ),
+        Panel("tokens/s per user", right, [Line("", accuracies, speeds, "o", names)]),
+    ]
+    title = (
+        f"{manifest.model.name}, nextn {manifest.build.nextn}: "
+        f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
     )
-    axes.axhline(values[0], color=GREY, linewidth=0.8)
-
-
-def draw_accuracy_over_speed(axes: "Axes", rows: Sequence[SettingRow]) -> None:
-    """Draw each setting's accuracy over its speed; points above and to the right are better."""
-    points, speeds = estimate_accuracies(rows), [row.overall["user_tokens_per_s"] for row in rows]
-    values = [point.value for point in points]
-    axes.errorbar(
-        speeds, values, compute_error_bar_lengths(points), fmt="o", color=COLOURS[2], elinewidth=0.5
-    )
-    for row, speed, value in zip(rows, speeds, values, strict=True):
-        write_above(axes, row.name, speed, value, rotation=60, ha="left")
-    axes.margins(y=0.2)
-    axes.set_xlabel("tokens/s per user")
-    axes.set_ylabel(SHARE)
-
-
-def write_evaluation(report: Evaluation, out: Path) -> None:
-    """Write the figures as JSON and CSV."""
-    write_results(out, "eval", make_eval_json(report), list_csv_rows(report))
-
-
-def list_csv_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
-    """List the CSV's rows: the figures of each setting and form."""
-    for row in report.rows:
-        for form, figures in row.forms.items():
-            yield {"setting": row.name, "form": form, **figures}
+    note = "95 % intervals; beside the speedups: acceptance length"
+    return Picture(title, f"{note}; {write_machine_note(report.machine)}", panels, columns=3)

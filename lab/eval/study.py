@@ -9,15 +9,10 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.lab.measure.statistics import Estimate, estimate_share
-from mtpbuild.lab.show.pictures import (
-    choose_colour,
-    compute_error_bar_lengths,
-    draw_panels,
-    share_legend,
-)
+from mtpbuild.lab.show.pictures import Line, Panel, Picture
 from mtpbuild.lab.show.results import check_writable, write_results
-from mtpbuild.lab.show.tables import make_figures_table, print_lines
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.tables import print_lines, print_table
 from mtpbuild.runtime.trace.lines import TaskId, TraceFile, read_trace
 
 BINS = 8
@@ -31,7 +26,6 @@ AXES = {  # by the field of `JudgedDraft` that drafts are binned by
     "rank": "rank of the draft by the model",
     "q": "probability of the draft by the drafter",
 }
-LOGARITHMIC = ("rank",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,14 @@ class Bin:
     def share(self) -> Estimate:
         return estimate_share(self.accepted, self.judged)
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of the table: the range, the count, the share and its interval."""
+        ends = dict.fromkeys(f"{end:.4g}" for end in (self.low, self.high))
+        share = self.share
+        shares = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
+        return " to ".join(ends), str(self.judged), *shares
+
 
 @dataclass(frozen=True, slots=True)
 class TraceStudy:
@@ -86,22 +88,21 @@ class TraceStudy:
 def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json and study.csv; raise UsageError."""
     check_writable(out)
-    found = [study_trace(read_trace(path)) for path in paths]
-    document = {"traces": [make_study_json(each) for each in found]}
-    rows = ({"trace": str(each.trace.path), **asdict(d)} for each in found for d in each.drafts)
-    write_results(out, "study", document, rows)
-    return found
+    studies = [study_trace(read_trace(path)) for path in paths]
+    rows = ({"trace": str(s.trace.path), **asdict(draft)} for s in studies for draft in s.drafts)
+    write_results(out, "study", {"traces": [make_study_json(study) for study in studies]}, rows)
+    return studies
 
 
 def study_trace(trace: TraceFile) -> TraceStudy:
     drafts = [*list_judged_drafts(trace)]
     if not drafts:
-        raise UsageError(f"{trace.path}: no drafts in it: its engine drafts nothing")
-    bins = {}
-    for name in AXES:
-        values = [(getattr(draft, name), draft.accepted) for draft in drafts]
-        if known := [(value, accepted) for value, accepted in values if value is not None]:
-            bins[name] = make_bins(known)
+        raise UsageError(f"{trace.path} has no drafts: its engine drafts nothing")
+    known = {
+        name: [(value, d.accepted) for d in drafts if (value := getattr(d, name)) is not None]
+        for name in AXES
+    }
+    bins = {name: make_bins(points) for name, points in known.items() if points}
     return TraceStudy(trace, drafts, bins)
 
 
@@ -110,7 +111,8 @@ def list_judged_drafts(trace: TraceFile) -> Iterator[JudgedDraft]:
     for task_id, request in trace.requests.items():
         for step, row in request.rows():
             if row < step.num_drafts:
-                margin, greedy = step.margins[row], request.request.greedy
+                margin = step.margins[row]
+                greedy = request.request.greedy
                 yield JudgedDraft(
                     task_id=task_id,
                     step=step.step,
@@ -159,54 +161,41 @@ def make_study_json(result: TraceStudy) -> dict[str, Any]:
     }
 
 
-def print_study(found: Sequence[TraceStudy]) -> None:
+def print_study(studies: Sequence[TraceStudy]) -> None:
     """Print a table for each trace and each of its axes."""
-    for result in found:
-        title = f"{result.trace.path}: {result.accepted} of {len(result.drafts)} judged drafts"
+    for study in studies:
+        title = f"{study.trace.path}: {study.accepted} of {len(study.drafts)} judged drafts"
         print_lines(title, style="bold")
-        for name, bins in result.bins.items():
-            table = make_figures_table(AXES[name], ("judged", "accepted", "95 %"))
-            for each in bins:
-                share = each.share
-                ends = dict.fromkeys(f"{end:.4g}" for end in (each.low, each.high))
-                cells = f"{100 * share.value:.1f} %", f"{share.low:.0%}-{share.high:.0%}"
-                table.add_row(" to ".join(ends), str(each.judged), *cells)
-            print_lines(table)
-        if "entropy" not in result.bins:
+        for name, bins in study.bins.items():
+            print_table([(AXES[name], "judged", "accepted", "95 %"), *(b.cells for b in bins)])
+        if "entropy" not in study.bins:
             print_lines(
                 "it has no entropies and probabilities: `mtpbuild run` with --json --logprobs 1 "
                 "records them"
             )
 
 
-def draw_study(found: Sequence[TraceStudy], path: Path) -> None:
-    """Draw the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
+def plot_study(studies: Sequence[TraceStudy]) -> Picture:
+    """Plot the share of accepted drafts on each axis, a line per trace, with 95 % intervals."""
+    panels = []
+    for name, title in AXES.items():
+        traces = {str(s.trace.path): bins for s in studies if (bins := s.bins.get(name))}
+        lines = [
+            Line(
+                label,
+                [b.share for b in bins],
+                [b.mean for b in bins],
+                notes=[f"{b.judged:,}" for b in bins],
+            )
+            for label, bins in traces.items()
+        ]
+        options: dict[str, Any] = {"ylim": (-0.06, 1.08)}  # with room for counts
+        if not lines:
+            options["title"] = "not in these traces"
+        elif name == "rank":
+            options["xscale"] = "log"
+        elif name == "draft":
+            options["xticks"] = sorted({int(b.low) for bins in traces.values() for b in bins})
+        panels.append(Panel(title, "share accepted", lines, options=options))
     note = "of the drafts that were judged; a point: so many drafts of like values, 95 % interval"
-    with draw_panels(path, note, columns=4, rows=2) as (figure, every):
-        for axes, (name, title) in zip(every, AXES.items(), strict=True):
-            for number, result in enumerate(found):
-                bins = result.bins.get(name, [])
-                shares = [b.share for b in bins]
-                x, y = [b.mean for b in bins], [share.value for share in shares]
-                colour, reach = choose_colour(number), compute_error_bar_lengths(shares)
-                look: dict[str, Any] = {"color": colour, "label": result.trace.path.name}
-                axes.errorbar(x, y, reach if bins else None, fmt="o-", capsize=2, **look)
-                place: dict[str, Any]
-                for each, height in zip(bins, y, strict=True):
-                    offset = (4, 3 - 9 * number)  # each trace's counts in a line of their own
-                    place = {"xy": (each.mean, height), "xytext": offset}
-                    look = {"textcoords": "offset points", "fontsize": 7, "color": colour}
-                    axes.annotate(f"{each.judged:,}", **place, **look)
-            axes.set_xlabel(title)
-            axes.set_ylabel("share accepted")
-            axes.set_ylim(-0.06, 1.08)  # with room for counts
-            recorded = any(name in result.bins for result in found)
-            if not recorded:
-                axes.set_title("not in these traces", fontsize=9)
-            elif name in LOGARITHMIC:
-                axes.set_xscale("log")
-                axes.xaxis.set_major_formatter("{x:g}")
-                axes.xaxis.set_minor_formatter("")
-        draft = every[0]
-        draft.set_xticks(sorted({int(b.low) for result in found for b in result.bins["draft"]}))
-        share_legend(figure, "accepted drafts", draft.get_legend_handles_labels()[0])
+    return Picture("accepted drafts", note, panels, columns=4)

@@ -8,11 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from rich.table import Table
-
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.shards import has_weights
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan.context import MAPPED, choose_context
@@ -26,23 +23,25 @@ from mtpbuild.builder.plan.weight_classes import (
     count_file_bytes,
     sum_portions,
 )
-from mtpbuild.builder.targets.onnxruntime import CACHES
+from mtpbuild.builder.targets.onnxruntime import CACHE_DTYPES
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme, build_scheme
 from mtpbuild.lab.forecast.forecast import (
     ByNextn,
     ForecastRequest,
     choose_acceptance_lengths,
+    make_load_json,
     resolve_request,
 )
 from mtpbuild.lab.forecast.machines import UNKNOWN
-from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
+from mtpbuild.lab.forecast.step import CostModel, StepLoad
 from mtpbuild.lab.measure.host import measure_bandwidth
-from mtpbuild.lab.show.tables import print_lines
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.prefix_cache.cache import SHARE
 from mtpbuild.runtime.ranks import ALONE
+from mtpbuild.runtime.tables import print_lines, print_table
 
 # Values of --weights; None: integers as the checkpoint has them, int8, or fp32.
 FORMATS = ("int8", "int4")
@@ -63,6 +62,11 @@ class CpuEngine:
     too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
     lacking: int  # bytes of disk space that are missing
     context: int
+
+    @property
+    def name(self) -> str:
+        """The value of --weights."""
+        return self.weights or AS_STORED
 
     @property
     def fits(self) -> bool:
@@ -92,9 +96,10 @@ class CpuForecast:
 
         None: the engine does not fit.
         """
-        pairs = zip(self.request.nextn, engine.reads, strict=True)
-        found = [self.lengths[nextn] * self.bandwidth / bytes for nextn, bytes in pairs]
-        return [speed if engine.fits else None for speed in found]
+        return [
+            self.lengths[nextn] * self.bandwidth / bytes if engine.fits else None
+            for nextn, bytes in zip(self.request.nextn, engine.reads, strict=True)
+        ]
 
     @property
     def shares_disk(self) -> bool:
@@ -107,16 +112,15 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
-    request, layout = resolve_request(request, CACHES)
+    request, layout = resolve_request(request, CACHE_DTYPES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
-    fetched = needs_download(request)
-    download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
+    download = sum(portion.bytes for portion in sizes.values()) if needs_download(request) else 0
     models = {weights: make_engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
         forecast_engine(request, weights, model, download, machine)
         for weights, model in models.items()
-        if request.cache_dtype == CACHES[0] or any(each.format in FORMATS for each in model.classes)
+        if request.cache_dtype == CACHE_DTYPES[0] or any(c.format in FORMATS for c in model.classes)
     ]
     return CpuForecast(
         request=request,
@@ -135,19 +139,23 @@ def needs_download(request: ForecastRequest) -> bool:
     model = name_model(request.model)
     if request.checkpoint is not None and not has_weights(request.checkpoint):
         return True
-    given = request.checkpoint is not None or model.repository is None
-    return not given and model.find_weights() is None
+    return (
+        request.checkpoint is None and model.repository is not None and model.find_weights() is None
+    )
 
 
 def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
-    config, style = layout.config, GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
+    config = layout.config
+    style = GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
-    found = count_engine_classes(config, format_of, style)
+    classes = count_engine_classes(config, format_of, style)
     if config.n_routed_experts <= DENSE_EXPERTS:
-        for weights in found:  # with few experts a CPU computes all: count them like other weights
+        for (
+            weights
+        ) in classes:  # with few experts a CPU computes all: count them like other weights
             weights.name = weights.name.replace("experts", "computed experts")
-    return CostModel(config, found, ALONE, UNKNOWN)
+    return CostModel(config, classes, ALONE, UNKNOWN)
 
 
 def forecast_engine(
@@ -163,10 +171,10 @@ def forecast_engine(
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)
-    limit, most = model.config.max_position_embeddings, max(request.nextn)
+    limit = model.config.max_position_embeddings
 
     def state_bytes(context: int) -> int:
-        return count_cache_bytes(replace(request, max_seq_len=context), model, most)
+        return count_cache_bytes(replace(request, max_seq_len=context), model, max(request.nextn))
 
     context = choose_context(limit, machine.memory, file, state_bytes)
     lacking = machine.lacking(download, file)
@@ -178,9 +186,8 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
 
     Recurrent states count twice: a step reads one copy and writes the other.
     """
-    rows = request.max_seq_len + nextn + 1
     row = model.cache_bytes(nextn, request.cache_dtype)
-    return request.max_batch * (rows * row + 2 * model.state_bytes)
+    return request.max_batch * ((request.max_seq_len + nextn + 1) * row + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
@@ -188,32 +195,27 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
 
     docs/plan.md explains each key.
     """
-    request, model, machine = f.request, f.model, f.machine
-    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    request = f.request
+    model = f.model
+    machine = f.machine
     return {
         "model": f.name,
         "target": "onnxruntime",
-        "max_batch": request.max_batch,
-        "max_seq_len": request.max_seq_len,
-        "context_len": request.context_len,
-        "cache_dtype": request.cache_dtype,
+        **make_load_json(request, model, f.lengths),
         "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
         "checkpoint_bytes": f.checkpoint_bytes,
         "download_bytes": f.download,
         "memory_bytes": machine.memory,
         "memory_available_bytes": machine.available,
         "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
-        "nextn": list(request.nextn),
-        "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
         "bandwidth_bytes_per_s": f.bandwidth,
-        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
         "kv_bytes_per_token": [
             model.cache_bytes(nextn, request.cache_dtype) for nextn in request.nextn
         ],
         "kv_bytes": [count_cache_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
-                "weights": engine.weights or AS_STORED,
+                "weights": engine.name,
                 "engine_bytes": engine.bytes,
                 "memory_bytes": engine.memory,
                 "bytes_per_step": engine.reads,
@@ -229,42 +231,60 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
 
 def print_cpu_forecast(f: CpuForecast) -> None:
     """Print the checkpoint's parts, and for each --weights the engine, its reads and its speed."""
-    available = format_size(f.machine.available)
+    request = f.request
+    machine = f.machine
+    nextn = f.request.nextn[-1]
     print_lines(
-        f"{f.name} on this machine's CPU: memory {format_size(f.machine.memory)}, of it "
-        f"{available} available",
-        _make_checkpoint_table(f),
-        _format_download_line(f),
-        _make_engines_table(f),
-        fold=False,
+        f"{f.name} on this machine's CPU: memory {format_size(machine.memory)}, of it "
+        f"{format_size(machine.available)} available"
     )
-    _print_room(f)
-    _print_reads(f)
-
-
-def _make_checkpoint_table(f: CpuForecast) -> Table:
-    table = Table("checkpoint", "parameters", "size")
-    for name, portion in f.portions.items():
-        if portion.parameters:
-            parameters = f"{portion.parameters / 1e9:.4g} B"
-            table.add_row(name, parameters, format_size(portion.bytes))
-    return table
-
-
-def _format_download_line(f: CpuForecast) -> str:
-    if not f.download:
-        return "download: nothing"
-    free = format_size(f.machine.downloads.free)
-    return f"download: {format_size(f.download)} to {cache_folder()}, {free} free there"
-
-
-def _make_engines_table(f: CpuForecast) -> Table:
-    table = Table("--weights", "engine", f"memory, nextn {f.request.nextn[-1]}", "fits", "context")
-    for engine in f.engines:
-        sizes = map(format_size, (engine.bytes, engine.memory[-1]))
-        name, context = engine.weights or AS_STORED, f"{engine.context:,}"
-        table.add_row(name, *sizes, describe_fit(engine), context)
-    return table
+    parts = [
+        (name, f"{portion.parameters / 1e9:.4g} B", format_size(portion.bytes))
+        for name, portion in f.portions.items()
+        if portion.parameters
+    ]
+    print_table([("checkpoint", "parameters", "size"), *parts])
+    free = f"{format_size(machine.downloads.free)} free there"
+    place = f"{format_size(f.download)} to {cache_folder()}, {free}"
+    print_lines(f"download: {place if f.download else 'nothing'}")
+    head = ("--weights", "engine", f"memory, nextn {nextn}", "fits", "context")
+    rows = [
+        (
+            engine.name,
+            format_size(engine.bytes),
+            format_size(engine.memory[-1]),
+            describe_fit(engine),
+            f"{engine.context:,}",
+        )
+        for engine in f.engines
+    ]
+    print_table([head, *rows], texts=("fits",))
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    print_lines(
+        f"memory: {MAPPED:g} times the engine, as measured (docs/plan.md), and caches: "
+        f"{f.model.cache_bytes(nextn, request.cache_dtype):,} bytes per token "
+        f"({request.cache_dtype}), {format_size(count_cache_bytes(request, f.model, nextn))} for "
+        f"--max-batch {request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` "
+        f"keeps rows of ended requests besides, in at most 1/{SHARE} of what is then free "
+        "(--prefix-cache-bytes)",
+        f"disk of this folder: {format_size(machine.engines.free)} free{shared}",
+    )
+    columns = [str(nextn) for nextn in request.nextn]
+    reads = [(e.name, *(f"{bytes / 1e9:.3f}" for bytes in e.reads)) for e in f.engines]
+    print_table([("GB per step", *columns), *reads])
+    print_lines(
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely"
+    )
+    speeds = [(e.name, *map(format_speed, f.speeds(e))) for e in f.engines]
+    print_table([("tokens/s, most", *columns), *speeds])
+    measured = "given" if request.bandwidth else "measured now, all cores"
+    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
+    print_lines(
+        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
+        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
+        f"their part. Acceptance lengths: {lengths}"
+    )
 
 
 def describe_fit(engine: CpuEngine) -> str:
@@ -273,40 +293,6 @@ def describe_fit(engine: CpuEngine) -> str:
     return f"no, lacks {missing}" if missing else "yes"
 
 
-def _print_room(f: CpuForecast) -> None:
-    request, most = f.request, f.request.nextn[-1]
-    row = f.model.cache_bytes(most, request.cache_dtype)
-    shared = ", of which the download takes its part" if f.shares_disk else ""
-    print_lines(
-        f"memory: {MAPPED:g} times the engine, as "
-        f"measured (docs/plan.md), and caches: {row:,} bytes per token ({request.cache_dtype}), "
-        f"{format_size(count_cache_bytes(request, f.model, most))} for --max-batch "
-        f"{request.max_batch} of --max-seq-len {request.max_seq_len}; `mtpbuild serve` keeps rows "
-        f"of ended requests besides, in at most 1/{SHARE} of what is then free "
-        "(--prefix-cache-bytes)",
-        f"disk of this folder: {format_size(f.machine.engines.free)} free{shared}",
-    )
-
-
-def _print_reads(f: CpuForecast) -> None:
-    request = f.request
-    read, speed = (
-        Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
-    )
-    for engine in f.engines:
-        name = engine.weights or AS_STORED
-        speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
-        read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
-        speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
-    measured = "given" if request.bandwidth else "measured now, all cores"
-    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
-    print_lines(
-        read,
-        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
-        "routed experts: those that the tokens choose, if all are equally likely",
-        speed,
-        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
-        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
-        f"their part. Acceptance lengths: {lengths}",
-        fold=False,
-    )
+def format_speed(tokens_per_s: float | None) -> str:
+    """Return a speed of three digits; a dash if there is none."""
+    return "-" if tokens_per_s is None else f"{float(f'{tokens_per_s:.3g}'):,g}"

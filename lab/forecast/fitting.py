@@ -25,18 +25,18 @@ class FittingEngine:
         return max(speed for speed in self.forecast.speeds(self.engine) if speed is not None)
 
 
-def choose_weights(found: CpuForecast) -> CpuEngine:
+def choose_weights(forecast: CpuForecast) -> CpuEngine:
     """Return the engine to build: with weights as stored if it is small, else in int4.
 
     Raises BuildError if it does not fit.
     """
-    stored, *_, int4 = found.engines
+    stored, *_, int4 = forecast.engines
     chosen = stored if stored.bytes <= SMALL or stored.bytes <= int4.bytes else int4
     if not chosen.fits:
         lacks = describe_fit(chosen).removeprefix("no, ")
         raise BuildError(
-            f"{found.name} does not fit this machine, it {lacks}; `mtpbuild recipes --fits` lists "
-            "what does"
+            f"{forecast.name} does not fit this machine, it {lacks}; "
+            "`mtpbuild recipes --fits` lists what does"
         )
     return chosen
 
@@ -53,7 +53,7 @@ def find_fitting(
 
     bandwidth: of memory, in bytes/s.
     """
-    found = list[FittingEngine]()
+    fitting = list[FittingEngine]()
     for recipe in recipes:
         smallest = SMALLEST * 1e9 * (recipe.download or 0)
         nowhere = recipe.repository is None and not recipe.shipped
@@ -62,7 +62,7 @@ def find_fitting(
         request = ForecastRequest(recipe.name, (), bandwidth=bandwidth / 1e9)
         forecast = forecast_cpu(request, machine)
         try:
-            found.append(FittingEngine(forecast, choose_weights(forecast)))
+            fitting.append(FittingEngine(forecast, choose_weights(forecast)))
         except BuildError:  # it fits in no format
             continue
-    return sorted(found, key=lambda each: -each.tokens_per_s)
+    return sorted(fitting, key=lambda engine: -engine.tokens_per_s)

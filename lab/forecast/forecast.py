@@ -8,8 +8,8 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mtpbuild.builder.checks import check_one_of
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import check_cache_rows, choose_drafter
@@ -22,13 +22,14 @@ from mtpbuild.builder.plan.weight_classes import (
 )
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.lab.forecast.machines import find_gpu
-from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart
+from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart, count_distinct_experts
+from mtpbuild.runtime.checks import check_one_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 ByNextn = Mapping[int, float]
 USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
-CACHES = ("bfloat16", "float32")  # of the targets for GPUs; auto: the first
+GPU_CACHES = ("bfloat16", "float32")  # of the targets for GPUs; auto: the first
 RESERVED = 0.08  # share of a GPU's memory for driver, kernels, communication buffers, graphs
 # TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
 PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
@@ -64,8 +65,8 @@ def fit_latency(points: list[tuple[int, float, float]], source: str) -> Latency:
 
 def parse_measured(text: str) -> dict[int, float]:
     """Parse `0=111,1=198`: tokens/s of one user at two nextn."""
-    found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
-    speeds = {int(found[i]): float(found[i + 1]) for i in (1, 3)} if found else {}
+    match = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
+    speeds = {int(match[i]): float(match[i + 1]) for i in (1, 3)} if match else {}
     if len(speeds) < 2 or 0 in speeds.values():
         example = "tokens/s at two different nextn, such as 0=111,1=198"
         raise UsageError(f"--measured {text!r}: give {example}")
@@ -156,7 +157,8 @@ class Forecast:
 
         The weights that our kernels read are shared by its programs.
         """
-        drafts, ranks = max(self.request.nextn), self.request.ranks
+        drafts = max(self.request.nextn)
+        ranks = self.request.ranks
         used = [weights for weights in self.model.classes if drafts or not weights.module]
         joined = () if ranks.ep > 1 or ranks.attention_dp else ("shared experts",)
         names = ("experts", "head", *joined)
@@ -187,27 +189,27 @@ class Forecast:
 def forecast(request: ForecastRequest) -> Forecast:
     """Make the forecast; raise UsageError for contradictory flags, CheckpointError."""
     gpu = find_gpu(request.gpu)
-    request, layout = resolve_request(request, CACHES)
+    request, layout = resolve_request(request, GPU_CACHES)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
     lengths = choose_acceptance_lengths(request)
-    found = count_gpu_classes(layout, request.ranks)
-    formats = {weights.name: weights.format for weights in found if not weights.module}
+    classes = count_gpu_classes(layout, request.ranks)
+    formats = {weights.name: weights.format for weights in classes if not weights.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
-    model = CostModel(layout.config, found, request.ranks, gpu)
+    model = CostModel(layout.config, classes, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     latency = fit_measured(request, model, load, lengths)
-    most = max(request.nextn)
+    max_nextn = max(request.nextn)
     return Forecast(
         request=request,
         name=layout.name,
         model=model,
-        checkpoint_bytes=sum(p.bytes for p in sum_portions(layout, found).values()),
-        weight_bytes=model.weight_bytes(most),
-        cache_bytes=model.cache_bytes(most, load.cache),
+        checkpoint_bytes=sum(p.bytes for p in sum_portions(layout, classes).values()),
+        weight_bytes=model.weight_bytes(max_nextn),
+        cache_bytes=model.cache_bytes(max_nextn, load.cache),
         scratch_bytes=model.scratch_bytes(
-            most, request.max_batch, request.prefill_chunk, request.max_seq_len
+            max_nextn, request.max_batch, request.prefill_chunk, request.max_seq_len
         ),
         latency=latency,
         steps=[
@@ -220,8 +222,7 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
     """Count the weights as the engines of the targets for GPUs hold them."""
-    style = TARGET.style(TARGET.Options(), layout.config)
-    return count_classes(layout, ranks, style)
+    return count_classes(layout, ranks, TARGET.style)
 
 
 def resolve_request(
@@ -244,19 +245,31 @@ def resolve_request(
 
 def choose_acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """Take each nextn's acceptance length from the request, or R1's published ones."""
-    given, known = request.acceptance, PUBLISHED_ACCEPTANCE
-    if given is None:
+    lengths = request.acceptance
+    known = PUBLISHED_ACCEPTANCE
+    if lengths is None:
         for nextn in request.nextn:
             if nextn >= len(known):
                 problem = f"no acceptance length is published for nextn {nextn}"
                 raise UsageError(f"{problem}: give --acceptance, a length for each nextn")
-        given = tuple(known[nextn] for nextn in request.nextn)
-    if len(given) != len(request.nextn):
-        raise UsageError(f"--acceptance has {len(given)} lengths, --nextn {len(request.nextn)}")
-    for nextn, length in zip(request.nextn, given, strict=True):
+        lengths = tuple(known[nextn] for nextn in request.nextn)
+    if len(lengths) != len(request.nextn):
+        raise UsageError(f"--acceptance has {len(lengths)} lengths, --nextn {len(request.nextn)}")
+    for nextn, length in zip(request.nextn, lengths, strict=True):
         if not 1 <= length <= nextn + 1:
             raise UsageError(f"--acceptance {length:g}: nextn {nextn} gives 1..{nextn + 1} tokens")
-    return dict(zip(request.nextn, given, strict=True))
+    return dict(zip(request.nextn, lengths, strict=True))
+
+
+def make_load_json(request: ForecastRequest, model: CostModel, lengths: ByNextn) -> dict[str, Any]:
+    """Make the fields that plans for CPUs and for GPUs share: the load, and lists over nextn."""
+    names = ("max_batch", "max_seq_len", "context_len", "cache_dtype")
+    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    return {name: getattr(request, name) for name in names} | {
+        "nextn": list(request.nextn),
+        "acceptance_lengths": [lengths[nextn] for nextn in request.nextn],
+        "distinct_experts": [count_distinct_experts(model.costs, count) for count in tokens],
+    }
 
 
 def fit_measured(

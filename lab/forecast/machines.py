@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mtpbuild.builder.checks import check_one_of
+from mtpbuild.runtime.checks import check_one_of
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,8 @@ class CostModel:
     @property
     def state_bytes(self) -> int:
         """Return the bytes of a request's recurrent states, which are always fp32."""
-        found = find_family_of(self.config).recurrent(self.config, self.ranks)
-        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in found)
+        states = find_family_of(self.config).recurrent(self.config, self.ranks)
+        return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in states)
 
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
@@ -80,8 +80,7 @@ class CostModel:
         for weights in self.classes:
             if not weights.module and weights.name != "embedding":
                 yield self._count_weights(weights.name, [weights], [nextn + 1], load)
-        widths = self.widths[: self.config.num_hidden_layers]
-        yield self._cache("caches", widths, [nextn + 1], load)
+        yield self._cache("caches", self.widths[: self.config.num_hidden_layers], [nextn + 1], load)
         if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._make_part("recurrent states", bytes, 0, 0)
@@ -94,8 +93,8 @@ class CostModel:
         counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
-        own = [weights for weights in self.classes if weights.module and weights.name not in ends]
-        yield self._count_weights("MTP modules", own, counts, load, 1 / modules)
+        inner = [weights for weights in self.classes if weights.module and weights.name not in ends]
+        yield self._count_weights("MTP modules", inner, counts, load, 1 / modules)
         heads = [weights for weights in self.classes if weights.name.endswith("head")]
         heads = [weights for weights in heads if weights.module] or heads  # its own, if any
         yield self._count_weights("head of drafts", heads, [1] * nextn, load)
@@ -113,7 +112,10 @@ class CostModel:
 
         share: the fraction of these weights that a pass reads.
         """
-        c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
+        c = self.costs
+        bytes = 0.0
+        operations = 0.0
+        compute = 0.0
         for weights in classes:
             for count in counts:
                 read = chosen = 1.0
@@ -133,7 +135,10 @@ class CostModel:
 
         passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
         """
-        c, context, read, operations = self.costs, load.context, 0.0, 0.0
+        c = self.costs
+        context = load.context
+        read = 0.0
+        operations = 0.0
         for width in filter(None, widths):
             attended = c.attended or width
             scoring = c.scoring if width > attended else 0.0
@@ -172,7 +177,8 @@ class CostModel:
         A prompt's attention over `rows` rows is included. Recurrent states are counted here, as
         they do not grow with the context.
         """
-        c, window = self.costs, self.ranks.local(batch) * (nextn + 1)
+        c = self.costs
+        window = self.ranks.local(batch) * (nextn + 1)
         activations = 2 * max(chunk, window) * c.activations
         activations += 2 * rows * (chunk * c.scores + c.expanded)
         states = self.ranks.local(batch) * self.state_bytes

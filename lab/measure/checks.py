@@ -20,7 +20,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-TOKENS, LENGTHS = 8, (3, 20)  # of the probe: tokens of each text, lengths of the prompts
+TOKENS = 8
+LENGTHS = (3, 20)  # of the probe: tokens of each text, lengths of the prompts
 ROUNDED = 0.5  # compare.MOST for integers and bfloat16, whose products also round their inputs
 
 
@@ -56,8 +57,9 @@ class Case:
             return compare_bits(ours, theirs)
 
         def replay(number: int, known: list[int], count: int) -> TimedAnswer:
-            own = replace(params[number], max_tokens=count)
-            return run_prompts(engine or self.engine, [self.prompts[number] + known], [own])[0]
+            continued = replace(params[number], max_tokens=count)
+            prompt = self.prompts[number] + known
+            return run_prompts(engine or self.engine, [prompt], [continued])[0]
 
         rounded = rounds_inputs(self.engine.manifest)
         limits = {"largest_difference": ROUNDED, "diverging_share": 1.0} if rounded else {}
@@ -98,8 +100,7 @@ def check_batch(case: Case) -> Finding:
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
-    rejecting = {"temperature": 0.8, "acceptance": "rejection"}
-    params = case.params({}, SETTINGS[0], rejecting)
+    params = case.params({}, SETTINGS[0], {"temperature": 0.8, "acceptance": "rejection"})
     return case.compare(params, case.run(params, together=True), case.run(params))
 
 
@@ -120,11 +121,11 @@ def probe(folder: Path) -> ProbeResult:
             case = Case(engine, reload, [*make_prompts(engine)], TOKENS)
             for name, check in PROBES.items():
                 try:
-                    found = check(case)
+                    finding = check(case)
                 except NotChecked:
                     continue
-                if not found.passed:
-                    return ProbeResult(wrong=f"{name}, but: {found.detail}")
+                if not finding.passed:
+                    return ProbeResult(wrong=f"{name}, but: {finding.detail}")
                 checked.append(name)
     except MtpbuildError as error:
         return ProbeResult(wrong=f"it was not probed: {error}")
@@ -133,9 +134,9 @@ def probe(folder: Path) -> ProbeResult:
 
 def make_prompts(engine: Engine) -> Iterator[list[int]]:
     """Yield prompts of arbitrary tokens, in those `LENGTHS` that fit into the engine."""
-    most, vocabulary = engine.manifest.build.max_seq_len, engine.manifest.model.vocab_size
+    vocabulary = engine.manifest.model.vocab_size
     for length in LENGTHS:
-        if length + TOKENS <= most:
+        if length + TOKENS <= engine.manifest.build.max_seq_len:
             yield [(37 * place + length) % vocabulary for place in range(length)]
 
 
@@ -148,7 +149,7 @@ def check_steps(case: Case) -> Finding:
         [*prompt, *text.token_ids[:half]]
         for prompt, text in zip(case.prompts, case.greedy, strict=True)
     ]
-    params = [replace(own, max_tokens=TOKENS - half) for own in case.params()]
+    params = [replace(p, max_tokens=TOKENS - half) for p in case.params()]
     rest = [
         replace(text, token_ids=text.token_ids[half:], logprobs=text.logprobs[half:])
         for text in case.greedy

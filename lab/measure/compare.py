@@ -89,7 +89,8 @@ def find_differences(
 
     Yields the larger margin of the two choices, and a description of the place.
     """
-    at, wanted = 0, theirs.token_ids
+    at = 0
+    wanted = theirs.token_ids
     while (place := find_first_difference(ours.token_ids, wanted[at:])) is not None:
         mine, other = ours.token_ids[place:][:1], wanted[at + place :][:1]  # []: the text ends
         both = mine and other
@@ -109,8 +110,8 @@ def find_largest_without_jumps(differences: Iterable[float]) -> float:
     Where two experts have the same score to the last bit, either may be chosen, and the
     log-probabilities of that token jump. A wrong cache or weight changes all later tokens.
     """
-    found = sorted(differences)
-    return found[-1 - len(found) // 100] if found else 0.0
+    ordered = sorted(differences)
+    return ordered[-1 - len(ordered) // 100] if ordered else 0.0
 
 
 def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[float]:
@@ -120,5 +121,4 @@ def list_logprob_differences(ours: TimedAnswer, theirs: TimedAnswer) -> list[flo
 
 
 def find_first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    pairs = enumerate(zip_longest(ours, theirs))
-    return next((i for i, (a, b) in pairs if a != b), None)
+    return next((i for i, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)

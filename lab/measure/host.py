@@ -26,7 +26,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
     threads: the user's number; None lets the target choose.
     """
-    found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
+    packages = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     flags = set(read_or_empty(SYSTEM / "proc/cpuinfo").split())
     return {
         "cpu": read_cpu_name(),
@@ -37,7 +37,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: package.version for name, package in found.items() if package},
+        "versions": {name: package.version for name, package in packages.items() if package},
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -47,7 +47,8 @@ def measure_bandwidth(passes: int = 4) -> float:
     """Measure the bytes a second that all cores together read from memory, in the best pass."""
     import numpy as np
 
-    cores, best = measure_limits().processors, math.inf
+    cores = measure_limits().processors
+    best = math.inf
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import DatasetFlags
 from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -51,17 +51,17 @@ def make_groups(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
     """Group `count` prompts; if None, `default` rounded up to whole groups; if both None, all."""
-    most = max(map(len, prompts.values()))
-    turns = [kind[i : i + size] for i in range(0, most, size) for kind in prompts.values()]
+    longest = max(map(len, prompts.values()))
+    turns = [kind[i : i + size] for i in range(0, longest, size) for kind in prompts.values()]
     groups = [group for group in turns if len(group) == size]
     available = len(groups) * size
     if not groups:
-        raise UsageError(f"--concurrency {size} needs as many requests; the dataset has {most}")
+        raise UsageError(f"--concurrency {size} needs as many requests; the dataset has {longest}")
     if count is None:
         count = available if default is None else min(-(-default // size) * size, available)
     if count % size:
         raise UsageError(f"--num-requests {count} is not a multiple of --concurrency {size}")
-    return groups[: in_range(1, count, available, "--num-requests") // size]
+    return groups[: in_range(count, 1, available, "--num-requests") // size]
 
 
 def add_seed(params: SamplingParams, number: int) -> SamplingParams:
@@ -94,10 +94,10 @@ def _read(path: Path, dataset: Dataset, engine: Engine) -> list[Prompt]:
         for number, r in enumerate(read_requests(path, engine, dataset.params, "--dataset", hint))
     ]
     if dataset.output_len is not None:
-        most = in_range(1, dataset.output_len, capacity, "--output-len")
-        prompts = [replace(p, params=replace(p.params, max_tokens=most)) for p in prompts]
+        length = in_range(dataset.output_len, 1, capacity, "--output-len")
+        prompts = [replace(p, params=replace(p.params, max_tokens=length)) for p in prompts]
     if dataset.input_len is not None:
-        length = in_range(1, dataset.input_len, capacity, "--input-len")
+        length = in_range(dataset.input_len, 1, capacity, "--input-len")
         bos = engine.manifest.model.bos_token_id
         prompts = [resize_prompt(p, length, prompts, bos) for p in prompts]
     hint = ": see --input-len, --output-len"

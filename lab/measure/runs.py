@@ -104,7 +104,7 @@ def run_prompts(
     """Run prompts one after the other, or all at once, and record log-probabilities and margins."""
     group = [Prompt("", i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
     groups = [group] if together else [[prompt] for prompt in group]
-    return [answer for each in groups for answer in run_group(engine, each, record=True)]
+    return [answer for group in groups for answer in run_group(engine, group, record=True)]
 
 
 def run_settled(engine: Engine, group: Group) -> list[TimedAnswer]:
@@ -118,8 +118,7 @@ def reload_engine(folder: Path, engine: Engine, chunk: int | None = None, **opti
     size = chunk or engine.manifest.build.prefill_chunk
     build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
     manifest = engine.manifest.model_copy(update={"build": build})
-    programs = load_programs(folder, manifest, **options)
-    return Engine(programs, manifest, engine.tokenizer)
+    return Engine(load_programs(folder, manifest, **options), manifest, engine.tokenizer)
 
 
 def make_endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:

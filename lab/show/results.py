@@ -3,14 +3,12 @@
 import csv
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.lab.show.pictures import explain_no_pictures
+from mtpbuild.lab.show.pictures import Picture, explain_no_pictures
 from mtpbuild.runtime.errors import UsageError, take_first_line
-
-Pictures = Mapping[str, Callable[[Path], None]]  # functions that draw them, by name
 
 
 def check_writable(out: Path) -> None:
@@ -26,8 +24,7 @@ def write_results(
     out: Path, name: str, document: dict[str, Any], rows: Iterable[Mapping[str, Any]]
 ) -> None:
     """Write NAME.json, and NAME.csv with a line per row."""
-    text = json.dumps(document, indent=1) + "\n"
-    (out / f"{name}.json").write_text(text, encoding="utf-8")
+    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     flat = [dict(_flatten(row)) for row in rows]
     names = dict.fromkeys(name for row in flat for name in row)
     with (out / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
@@ -36,16 +33,16 @@ def write_results(
         writer.writerows(flat)
 
 
-def draw_pictures(out: Path, pictures: Pictures) -> list[str]:
+def draw_pictures(out: Path, pictures: Mapping[str, Picture]) -> list[str]:
     """Draw each picture as NAME.png; return a line for each that can't be drawn."""
-    if why := explain_no_pictures():
-        return [why]
+    if (reason := explain_no_pictures()) is not None:
+        return [reason]
     problems = []
-    for name, draw in pictures.items():
+    for name, picture in pictures.items():
         path = out / f"{name}.png"
         try:
             path.unlink(missing_ok=True)  # an earlier run's
-            draw(path)
+            picture.draw(path)
         except Exception as error:  # whatever it is, the figures are there
             kind = type(error).__name__
             problems.append(f"{path}: can't be drawn ({kind}: {take_first_line(error)})")

@@ -29,7 +29,8 @@ class RecycledRows:
     ) -> Tensor:
         self.keys.append(k)
         self.values.append(v)
-        j, at = len(self.keys), torch.arange(q.shape[2])
+        j = len(self.keys)
+        at = torch.arange(q.shape[2])
         before = at[:, None] - at  # how many places a row lies before the query's
         mask = torch.cat([before >= j - 1, *(before == j - i for i in range(2, j + 1))], dim=1)
         keys, values = torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2)

@@ -56,7 +56,8 @@ class Training:
 
     def memory(self, plain: PlainCausalLM) -> int:
         """Estimate the bytes that the training takes."""
-        c, trained = plain.config, 0
+        c = plain.config
+        trained = 0
         frozen = c.vocab_size * c.hidden_size  # the head
         for k in self.modules:
             for name, weight in plain.module(k).named_parameters():
@@ -89,18 +90,20 @@ def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
 
     The loss is the cross-entropy with the trunk's own next token.
     """
-    hidden, T = read_hidden(batch.hidden), batch.tokens.shape[1]
+    hidden = read_hidden(batch.hidden)
+    T = batch.tokens.shape[1]
     places = torch.arange(T) >= batch.first[:, None]
     count = sum(int(places[:, : T - j].sum()) for j in range(1, how.nextn + 1))
-    total, ends = 0.0, list[tuple[Tensor, Tensor]]()
+    total = 0.0
+    ends = list[tuple[Tensor, Tensor]]()
     for j, (k, g) in enumerate(run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle), 1):
         leaf = g.detach().requires_grad_()  # logits are many: some at a time, each with its part
         for some in places[:, : T - j].nonzero().split(ROWS):
             row, q = some.unbind(1)
             with torch.no_grad():
                 wanted = (SHARPNESS * plain.logits(hidden[row, q + j]).float()).softmax(-1)
-            found = plain.draft_logits(k, leaf[row, q]).float().log_softmax(-1)
-            loss = -(wanted * found).sum() / count
+            logprobs = plain.draft_logits(k, leaf[row, q]).float().log_softmax(-1)
+            loss = -(wanted * logprobs).sum() / count
             loss.backward()
             total += loss.item()
         if leaf.grad is not None:
@@ -121,7 +124,9 @@ class Trainer:
 
     def run(self) -> dict[str, Tensor]:
         """Train what an earlier run left; return the modules' weights by their names."""
-        model, plain, how = self.model, self.model.plain, self.how
+        model = self.model
+        plain = self.model.plain
+        how = self.how
         torch.manual_seed(0)
         with ExitStack() as stack:
             stack.enter_context(model.loaded(plain.model.norm))
@@ -142,7 +147,9 @@ class Trainer:
 
     def _prepare(self, module: nn.Module, products: dict[str, nn.Linear]) -> None:
         """Choose a module's weights to train; the others are in memory in the training's dtype."""
-        how, c, family = self.how, self.model.config, self.model.family
+        how = self.how
+        c = self.model.config
+        family = self.model.family
         for name, weight in module.named_parameters():
             weight.requires_grad_(how.lora is None and not name.endswith(FROZEN))
             if not weight.requires_grad:
@@ -150,7 +157,7 @@ class Trainer:
         if how.lora is None:
             return
         for name, part in products.items():
-            if family.may_be_quantised(c, name) is not None or family.joins(c, name):
+            if family.may_be_quantised(c, name) is not None or family.is_module_input_proj(c, name):
                 low = LowRank(part.weight, how.lora)
                 parametrize.register_parametrization(part, "weight", low)
 
@@ -159,7 +166,8 @@ class Trainer:
         return ((name, weight) for name, weight in named if weight.requires_grad)
 
     def _train(self, optimizer: torch.optim.Optimizer) -> None:
-        steps, done = self.how.epochs * len(self.batches), self._resume(optimizer)
+        steps = self.how.epochs * len(self.batches)
+        done = self._resume(optimizer)
         start = saved = time.monotonic()
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.how.dtype == "bf16")
         for number in range(done, steps):
@@ -211,9 +219,10 @@ def make_model_batches(
     model: StreamedModel, firsts: Sequence[int], files: Sequence[Path]
 ) -> list[Batch]:
     """Join a model's batches, the last place of each row's prompt, and their hidden states."""
-    found, start = list[Batch](), 0
+    rows = list[Batch]()
+    start = 0
     for tokens, file in zip(model.batches, files, strict=True):
         end = start + len(tokens)
-        found.append(Batch(tokens, torch.tensor(firsts[start:end]), file))
+        rows.append(Batch(tokens, torch.tensor(firsts[start:end]), file))
         start = end
-    return found
+    return rows

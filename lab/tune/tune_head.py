@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler.calibrate import open_state
 from mtpbuild.builder.compiler.fingerprint import identity
-from mtpbuild.builder.compiler.job import Job, prepare, take_fingerprints
-from mtpbuild.builder.compiler.own_text import OwnAnswer, open_state, read_answers, write_answers
+from mtpbuild.builder.compiler.plans import Plans, plan_engines
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.engine.staged import stage_folder
@@ -39,9 +38,12 @@ from mtpbuild.builder.weights.layer_passes import (
 from mtpbuild.builder.weights.placed import split_into_shards, write_shards
 from mtpbuild.builder.weights.quantised_view import Parts
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.lab.measure.own_texts import OwnAnswer, read_answers, write_answers
 from mtpbuild.lab.measure.prompts import add_seed, check_room
+from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.checks import check_one_of, in_range
 from mtpbuild.runtime.configuration.input_file import (
     FileRequest,
     InputLine,
@@ -84,7 +86,7 @@ class TuneRequest(TuneFlags):
         """Return the request for the engine."""
         return BuildRequest(
             self.model,
-            nextn=(in_range(1, self.nextn, 15, "--nextn"),),
+            nextn=(in_range(self.nextn, 1, 15, "--nextn"),),
             drafter=self.drafter,
             scheme=build_scheme(self.weights),
             max_batch=AT_ONCE,
@@ -115,16 +117,16 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     UsageError, CheckpointError or BuildError.
     """
     # 1. What to train: the modules of the model, as an engine's drafter uses them.
-    job, how, inputs = check_request(request)
-    model = job.open_model("meta")
+    plans, how, inputs = check_request(request)
+    model = plans.open_model("meta")
     check_model(model.config, how)
     open_state(request.state, inputs, discard=request.force)
 
     # 2. The model's own answers, some of which only measure.
     with stages("write texts"):
-        answers, before = write_texts(request, job.request, stages)
-    ordered = sorted(answers, key=lambda each: len(each.prompt + each.answer))
-    batches = make_batches(each.prompt + each.answer for each in ordered)
+        answers, before = write_texts(request, plans.request, stages)
+    ordered = sorted(answers, key=lambda answer: len(answer.prompt + answer.answer))
+    batches = make_batches(answer.prompt + answer.answer for answer in ordered)
 
     # 3. The trunk's hidden states over them.
     with stages("hidden states"):
@@ -134,14 +136,13 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     # 4. The training, of the weights as they are stored.
     with stages("train"):
         known = StreamedModel(model.stored, model.config, batches)
-        rows = make_model_batches(known, [len(each.prompt) - 1 for each in ordered], files)
-        trainer = Trainer(known, rows, how, request.state, stages.watch)
-        weights = trainer.run()
+        rows = make_model_batches(known, [len(answer.prompt) - 1 for answer in ordered], files)
+        weights = Trainer(known, rows, how, request.state, stages.watch).run()
 
     # 5. The head, and what it is worth: the same engine with its weights.
     with stage_folder(request.out, "head") as staged:
         write_head(known, weights, staged.folder)
-        raw = read_json(job.source.folder / CONFIG)
+        raw = read_json(plans.source.folder / CONFIG)
         write_json(staged.folder / CONFIG, {n: raw[n] for n in raw if n != "quantization_config"})
         with stages("measure"):
             refit(request.engine, request.model, stages.watch, mtp=staged.folder)
@@ -162,34 +163,33 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     return report
 
 
-def check_request(request: TuneRequest) -> tuple[Job, Training, str]:
-    """Check what needs no weights; return the job of the engine, the training, and their inputs."""
-    if request.dtype not in DTYPES:
-        raise UsageError(f"--dtype {request.dtype}: say {' or '.join(DTYPES)}")
+def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
+    """Check what needs no weights; return the plans, the training, and their inputs."""
+    check_one_of(request.dtype, DTYPES, "--dtype")
     if request.lr is not None and not 0 < request.lr <= 1:
-        raise UsageError(f"--lr {request.lr:g} can't be: above 0, at most 1")
-    in_range(1, request.epochs, 10_000, "--epochs")
-    in_range(1, 1 if request.lora is None else request.lora, 4096, "--lora")
+        raise UsageError(f"--lr {request.lr:g} must be above 0 and at most 1")
+    in_range(request.epochs, 1, 10_000, "--epochs")
+    in_range(1 if request.lora is None else request.lora, 1, 4096, "--lora")
     lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
     if len(lines) < 2:
         raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
-    in_range(1, 1 if request.held_out is None else request.held_out, len(lines) - 1, "--held-out")
-    job = prepare(request.build_request())
-    refuse_taken_folder(request.out, job.source.folder, force=request.force)
-    drafter = next(iter(job.plans.values())).drafter
+    in_range(1 if request.held_out is None else request.held_out, 1, len(lines) - 1, "--held-out")
+    plans = plan_engines(request.build_request())
+    refuse_taken_folder(request.out, plans.source.folder, force=request.force)
+    drafter = plans.engines[plans.first].drafter
     if drafter not in (EAGLE, VANILLA):
-        raise UsageError(f"--drafter {drafter} is not trained: say {EAGLE} or {VANILLA}")
-    lr = LR / job.config.hidden_size if request.lr is None else request.lr
+        raise UsageError(f"--drafter {drafter} is not trained; supported: {EAGLE}, {VANILLA}")
+    lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
-    [fingerprint] = take_fingerprints(job).fingerprints.values()
+    [fingerprint] = plans.take_fingerprints().fingerprints.values()
     read = [identity(request.data), request.max_tokens, request.held_out]
-    return job, how, json.dumps([fingerprint, read, asdict(how)])
+    return plans, how, json.dumps([fingerprint, read, asdict(how)])
 
 
 def refuse_answer(line: InputLine, number: int) -> InputLine:
     """Return a line; raise RequestError if its conversation ends with an answer."""
     if line.messages and line.messages[-1].get("role") == "assistant":
-        raise RequestError("its last message is an answer: leave it out: the model gives its own")
+        raise RequestError("its last message is an answer, which the model gives: leave it out")
     return line
 
 
@@ -198,11 +198,10 @@ def check_model(config: ModelConfig, how: Training) -> None:
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)
-    chosen = any(hasattr(part, "chooser") for part in plain.module(1).modules())
-    if how.eagle and chosen:
+    if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
         raise UsageError(
-            f"{find_family_of(config).name}: its module chooses the rows that it attends to, so it "
-            "is trained for its first draft alone: --nextn 1 --drafter mtp-vanilla"
+            f"the module of {find_family_of(config).name} chooses the rows that it attends to, so "
+            "it is trained for one draft: give --nextn 1 --drafter mtp-vanilla"
         )
     needed, there = how.memory(plain), measure_memory()
     if there is not None and needed > there:
@@ -220,7 +219,7 @@ def write_texts(
     """Let an engine answer all prompts; return the answers to train on and the held-out ones."""
     paths = [request.state / name for name in (ANSWERS, BEFORE)]
     if not all(path.is_file() for path in paths):
-        build(engine, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
+        build(engine, WORKBENCH, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
         with Engine.load(request.engine, prefix_cache=False) as loaded:
             for requests, path in zip(split_requests(request, loaded), paths, strict=True):
                 if not path.is_file():
@@ -245,23 +244,23 @@ def split_requests(
     A prompt that is held out is not trained on, even if it stands in the file twice.
     """
     params = SamplingParams(max_tokens=request.max_tokens)
-    found = read_requests(request.data, engine, params, FLAG, check=True)
-    for number, each in enumerate(found):
-        check_room(engine, len(each.token_ids), each.params.max_tokens, f"{FLAG} {each.task_id}: ")
-        found[number] = replace(each, params=add_seed(each.params, number))
-    count = request.held_out or max(1, len(found) // 10)
-    places = {i * len(found) // count for i in range(count)}
-    held_out = [found[i] for i in sorted(places)]
-    known = {(*each.token_ids,) for each in held_out}
-    others = [each for each in found if (*each.token_ids,) not in known]
+    requests = read_requests(request.data, engine, params, FLAG, check=True)
+    for number, item in enumerate(requests):
+        check_room(engine, len(item.token_ids), item.params.max_tokens, f"{FLAG} {item.task_id}: ")
+        requests[number] = replace(item, params=add_seed(item.params, number))
+    count = request.held_out or max(1, len(requests) // 10)
+    held_out = [requests[i] for i in sorted({i * len(requests) // count for i in range(count)})]
+    known = {(*item.token_ids,) for item in held_out}
+    others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:
-        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out: it needs more")
+        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out, so it needs more")
     return others, held_out
 
 
 def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stages) -> list[Path]:
     """Write the trunk's hidden states, as modules read them, to a file per batch."""
-    width, dtype = model.config.hidden_size, DTYPES[how.dtype]
+    width = model.config.hidden_size
+    dtype = DTYPES[how.dtype]
     size = 8 * width * sum(batch.numel() for batch in model.batches)  # a layer's input and output
     if size > (free := find_disk(folder).free):
         raise UsageError(
@@ -288,7 +287,8 @@ def write_hidden(model: StreamedModel, how: Training, folder: Path, stages: Stag
 
 def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write all modules: floats as they are stored, what was quantised in bf16."""
-    stored, entries = model.checkpoint, dict[str, Entry]()
+    stored = model.checkpoint
+    entries = dict[str, Entry]()
 
     def find_dtype(name: str) -> str:
         entry = stored.tensors.get(name)
@@ -297,8 +297,8 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
     for k in range(1, model.config.num_nextn_predict_layers + 1):
         module = model.plain.module(k)
-        for own, weight in module.state_dict().items():
-            name = f"{model.name_of(module)}.{own}"
+        for part, weight in module.state_dict().items():
+            name = f"{model.name_of(module)}.{part}"
             entries[name] = Entry(find_dtype(name), tuple(weight.shape))
     read = ((n, weights[n] if n in weights else stored.read(n)) for n in entries)
     write_shards(folder, split_into_shards(entries), read)
@@ -306,5 +306,5 @@ def write_head(model: StreamedModel, weights: Mapping[str, Tensor], folder: Path
 
 def tokens_per_step(answers: Sequence[OwnAnswer]) -> float:
     """Return how many tokens a step emits; 1 if all answers ended before the first step."""
-    tokens, steps = sum(len(each.answer) for each in answers), sum(each.steps for each in answers)
-    return compute_acceptance_length(tokens, steps) or 1.0
+    tokens = sum(len(answer.answer) for answer in answers)
+    return compute_acceptance_length(tokens, sum(answer.steps for answer in answers)) or 1.0

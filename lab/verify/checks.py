@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.lab.measure.checks import (
@@ -33,13 +32,14 @@ from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
 from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, list_rules_of
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
-from mtpbuild.runtime.errors import advise_install
+from mtpbuild.runtime.errors import advise_install, explain_missing_package
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
 REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
-SHORTEST, SHORT = 4, 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
+SHORTEST = 4
+SHORT = 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
@@ -58,7 +58,8 @@ class VerifyCase(Case):
 
 
 def check_greedy_text(case: VerifyCase) -> Finding:
-    base, params = case.require_base(), case.params()
+    base = case.require_base()
+    params = case.params()
     return case.compare(params, case.greedy, case.run(params, base), base=base)
 
 
@@ -83,7 +84,8 @@ def check_quality(case: VerifyCase) -> Finding:
     build = manifest.build
     if build.quantised_to is None:
         raise NotChecked("the build quantised no weights")
-    source, layers = find_checkpoint(case), read_layers(manifest)
+    source = find_checkpoint(case)
+    layers = read_layers(manifest)
     from mtpbuild.lab.verify.plain import load_plain
     from mtpbuild.lab.verify.quality import (
         acceptance_length,
@@ -91,19 +93,20 @@ def check_quality(case: VerifyCase) -> Finding:
         with_modules_of,
     )
 
-    own = load_plain(source, layers)
-    params = [replace(each, logprobs=MAX_LOGPROBS) for each in case.params()]
+    model = load_plain(source, layers)
+    params = [replace(p, logprobs=MAX_LOGPROBS) for p in case.params()]
     texts = case.engine.generate(case.prompts, params)
-    found = measure_distance(own, case.prompts, texts)
-    figures: dict[str, Any] = {"kl": found.kl, "same_first_choice": found.same}
-    detail = f"KL {found.kl:.4f} nats a token, {found.same:.1%} first choices equal"
+    distance = measure_distance(model, case.prompts, texts)
+    figures: dict[str, Any] = {"kl": distance.kl, "same_first_choice": distance.same}
+    detail = f"KL {distance.kl:.4f} nats a token, {distance.same:.1%} first choices equal"
     if build.drafter in (EAGLE, VANILLA) and not build.adaptive and build.draft_vocab is None:
-        ids, eagle = [text.token_ids for text in texts], build.drafter == EAGLE
+        ids = [text.token_ids for text in texts]
+        eagle = build.drafter == EAGLE
         lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
-        lengths["checkpoint"] = acceptance_length(own, case.prompts, ids, build.nextn, eagle)
+        lengths["checkpoint"] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
             scheme = make_engine_scheme(build.quantised_to, build.head_weights)
-            rounded = with_modules_of(own, load_plain(source, layers, scheme))
+            rounded = with_modules_of(model, load_plain(source, layers, scheme))
             name = "checkpoint_with_rounded_modules"
             lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
         figures["acceptance_lengths"] = lengths
@@ -124,7 +127,7 @@ def find_checkpoint(case: VerifyCase) -> Path:
             case.checkpoint or manifest.whole_model,
             revision=None if case.checkpoint else manifest.build.revision,
         )
-        with needs("build", "torch"):
+        with explain_missing_package("a comparison with the reference", "build", "torch"):
             from mtpbuild.lab.verify import plain  # noqa: F401  # it imports torch
     return source.folder
 
@@ -151,7 +154,8 @@ def read_layers(manifest: Manifest) -> LayersSlice | None:
 
 
 def check_sampled_text(case: VerifyCase) -> Finding:
-    base, params = case.require_base(), case.params(*SETTINGS)
+    base = case.require_base()
+    params = case.params(*SETTINGS)
     return case.compare(params, case.run(params), case.run(params, base), base=base)
 
 
@@ -162,20 +166,21 @@ def check_machine(case: VerifyCase) -> Finding:
     prompts = sorted(case.prompts, key=len)[:SHORTEST]
     params = [replace(p, max_tokens=min(SHORT, case.length)) for p in case.params(*SETTINGS)]
     params = params[: len(prompts)]
-    wanted, tried = run_prompts(case.engine, prompts, params), list[str]()
+    wanted = run_prompts(case.engine, prompts, params)
+    tried = list[str]()
     for isa in (*ISAS, None):
         for threads in (1, 2) if isa is None else (2,):
             try:
                 with use_instruction_set(isa), case.reload(threads=threads) as engine:
-                    found = compare_bits(run_prompts(engine, prompts, params), wanted)
+                    finding = compare_bits(run_prompts(engine, prompts, params), wanted)
             except errors.EngineError as error:
                 if isa is None or "this machine has" not in str(error):
                     raise
                 continue  # this machine lacks the instruction set
             tried.append(isa or ("1 thread" if threads == 1 else f"{threads} threads"))
-            if not found.passed:
-                return replace(found, detail=f"{tried[-1]}: {found.detail}")
-    return replace(found, detail=f"{found.detail} each: {', '.join(tried)}")
+            if not finding.passed:
+                return replace(finding, detail=f"{tried[-1]}: {finding.detail}")
+    return replace(finding, detail=f"{finding.detail} each: {', '.join(tried)}")
 
 
 @contextmanager
@@ -197,13 +202,13 @@ def check_relaxed_top_1(case: Case) -> Finding:
     vocabulary = case.engine.manifest.model.vocab_size
     params = [
         replace(
-            own,
+            plain,
             relaxed_delta=1.0,
             begin_thinking_phase_token=prompt[-1],  # so that the text begins in the thinking phase
             end_thinking_phase_token=(prompt[-1] + 1) % vocabulary,
             logprobs=0,  # so that a greedy request uses the program decode_mixed
         )
-        for own, prompt in zip(case.params(), case.prompts, strict=True)
+        for plain, prompt in zip(case.params(), case.prompts, strict=True)
     ]
     return case.compare(params, case.run(params), case.greedy)
 
@@ -217,20 +222,22 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
     length = case.engine.manifest.build.nextn + 2
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
     judge = case.engine if isinstance(case.base, str) else case.base
-    statistic, freedom, worst = 0.0, 0, (0.0, "")
+    statistic = 0.0
+    freedom = 0
+    worst = (0.0, "")
     step = max(1, len(case.prompts) // REJECTION_PROMPTS)
     chosen = range(0, len(case.prompts), step)[:REJECTION_PROMPTS]
     for number in chosen:
         prompts = [case.prompts[number]] * case.seeds
         params = [replace(hot, seed=seed) for seed in range(case.seeds)]
         known = compute_prefix_probabilities(run_prompts(judge, prompts, params, together=True))
-        rejecting = [replace(own, acceptance=rule) for own in params]
+        rejecting = [replace(p, acceptance=rule) for p in params]
         texts = run_prompts(case.engine, prompts, rejecting, together=True)
-        found = fit_prefixes([text.token_ids for text in texts], known)
-        statistic, freedom = statistic + found.statistic, freedom + found.freedom
-        prefix, times, expected = found.worst
+        fit = fit_prefixes([text.token_ids for text in texts], known)
+        statistic, freedom = statistic + fit.statistic, freedom + fit.freedom
+        prefix, times, expected = fit.worst
         line = f"text {number} begins with {list(prefix)} {times} times, expected {expected:.1f}"
-        worst = max(worst, (found.statistic, line))
+        worst = max(worst, (fit.statistic, line))
     if freedom == 0:
         raise NotChecked(
             "the model is certain of its next tokens: there is no distribution to compare"
@@ -264,17 +271,17 @@ def check_acceptance(case: Case) -> Finding:
     """Check that drafts are accepted at all: with damaged MTP modules the text is still correct."""
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
-    found = sum_drafting(case.greedy)
-    if found.num_draft_tokens < LEAST_DRAFTS or found.draft_acceptance_rate is None:
-        raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
-    rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
-    detail = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
-    works = found.draft_acceptance_rate >= COLLAPSED
+    drafting = sum_drafting(case.greedy)
+    if drafting.num_draft_tokens < LEAST_DRAFTS or drafting.draft_acceptance_rate is None:
+        raise NotChecked(f"only {drafting.num_draft_tokens} drafts were judged")
+    rates = " ".join(f"{rate:.2f}" for rate in drafting.per_position_acceptance_rates)
+    detail = f"acceptance length {drafting.mean_acceptance_length:.2f}, per position {rates}"
+    works = drafting.draft_acceptance_rate >= COLLAPSED
     if not works:
         detail += ": the MTP modules are damaged, or of another model"
     figures = {
-        "mean_acceptance_length": found.mean_acceptance_length,
-        "draft_acceptance_rate": found.draft_acceptance_rate,
+        "mean_acceptance_length": drafting.mean_acceptance_length,
+        "draft_acceptance_rate": drafting.draft_acceptance_rate,
     }
     return Finding(works, detail, figures)
 

@@ -44,9 +44,9 @@ def fit_prefixes(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) 
     for prefix, p in likely.items():
         if prefix:
             share[prefix[:-1]] -= p
-    found = Counter(_find_longest_prefix(text, likely) for text in texts)
+    observed = Counter(_find_longest_prefix(text, likely) for text in texts)
     groups = _pool_cells({prefix: p * count for prefix, p in share.items()})
-    counts = [sum(found[prefix] for prefix in group) for group, _ in groups]
+    counts = [sum(observed[prefix] for prefix in group) for group, _ in groups]
     statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
     seen = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
 
@@ -72,8 +72,7 @@ def compute_chi_square_p_value(statistic: float, freedom: int) -> float:
 
 
 def _find_longest_prefix(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
-    lengths = range(len(text), -1, -1)
-    return next(prefix for n in lengths if (prefix := tuple(text[:n])) in likely)
+    return next(prefix for n in range(len(text), -1, -1) if (prefix := tuple(text[:n])) in likely)
 
 
 def _pool_cells(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:

@@ -31,7 +31,8 @@ def load_plain(
     config = load_config(folder)
     if layers is not None:
         config = layers.of(config)
-    stored, family = open_slice(folder, layers), find_family_of(config)
+    stored = open_slice(folder, layers)
+    family = find_family_of(config)
     config = stored.settle(config)
     table, read = stored.check(config), stored.read
     if scheme is not None and scheme != IN_FLOATS:
@@ -47,13 +48,14 @@ def judge_texts(
     model: PlainLM,
     prompts: Sequence[list[int]],
     played: Sequence[TimedAnswer],
-    most: float = LARGEST_DIFFERENCE,
+    max_difference: float = LARGEST_DIFFERENCE,
 ) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
-    most: how far log-probabilities may differ.
+    max_difference: how far log-probabilities may differ.
     """
-    differences, gaps = list[float](), []
+    differences = list[float]()
+    gaps = []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
         logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
@@ -66,7 +68,7 @@ def judge_texts(
     noise = find_largest_without_jumps(differences)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
-    if not noise <= most:
+    if not noise <= max_difference:
         detail = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
         return Finding(False, detail, figures)
     if largest > (limit := TIE_FACTOR * max(noise, LEAST_NOISE)):

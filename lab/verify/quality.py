@@ -29,25 +29,25 @@ def measure_distance(
     model: PlainLM, prompts: Sequence[list[int]], texts: Sequence[Result]
 ) -> Distance:
     """Compare a checkpoint's plain model with the engine's texts, which have their top tokens."""
-    divergences, same = list[float](), 0
+    divergences = list[float]()
+    same = 0
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = torch.tensor([[*prompt, *text.token_ids[:-1]]])
         logits = model.logits(model.main(tokens))[0, len(prompt) - 1 :]
-        for wanted, found in zip(logits.log_softmax(-1), text.logprobs or (), strict=True):
-            divergences.append(_compute_divergence(wanted, found))
-            same += int(wanted.argmax()) == found.top[0][0]
+        for wanted, likeliest in zip(logits.log_softmax(-1), text.logprobs or (), strict=True):
+            divergences.append(_compute_divergence(wanted, likeliest))
+            same += int(wanted.argmax()) == likeliest.top[0][0]
     count = len(divergences)
     return Distance(sum(divergences) / count, same / count, count)
 
 
-def _compute_divergence(wanted: Tensor, found: TokenLogprobs) -> float:
+def _compute_divergence(wanted: Tensor, likeliest: TokenLogprobs) -> float:
     """Return the KL divergence of an engine's top tokens, and of the rest as one token."""
-    ids, logprobs = zip(*found.top, strict=True)
+    ids, logprobs = zip(*likeliest.top, strict=True)
     q = torch.tensor(logprobs).double()
     p = wanted[list(ids)].double()
-    rests = [(1 - each.exp().sum()).clamp(min=LEAST) for each in (p, q)]
-    named = (p.exp() * (p - q)).sum()
-    return float(named + rests[0] * (rests[0] / rests[1]).log())
+    rests = [(1 - known.exp().sum()).clamp(min=LEAST) for known in (p, q)]
+    return float((p.exp() * (p - q)).sum() + rests[0] * (rests[0] / rests[1]).log())
 
 
 @torch.no_grad()
@@ -62,7 +62,8 @@ def acceptance_length(
     steps = emitted = 0
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = [*prompt, *text]
-        hidden, at = model.main(torch.tensor([tokens])), len(prompt) + 1
+        hidden = model.main(torch.tensor([tokens]))
+        at = len(prompt) + 1
         while at + nextn < len(tokens):
             drafts = (_draft_as_eagle if eagle else _draft_as_vanilla)(
                 model, tokens[:at], hidden[:, : at - 1], nextn
@@ -75,7 +76,8 @@ def acceptance_length(
 
 def _draft_as_eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
     """Run module 1 over all tokens, then once per further draft on its own result."""
-    follow, drafts = tokens[1:], list[int]()
+    follow = tokens[1:]
+    drafts = list[int]()
     for k in range(nextn):
         g = model.mtp(1, torch.tensor([follow]), hidden, later=k)[:, -1:]
         drafts.append(int(model.draft_logits(1, g).argmax()))
@@ -85,9 +87,9 @@ def _draft_as_eagle(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: in
 
 def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: int) -> list[int]:
     """Run each module over all tokens, with the drafts so far as the last ones."""
-    drafts, count = list[int](), len(tokens) - 1
+    drafts = list[int]()
     for k in range(1, nextn + 1):
-        follow = [*tokens, *drafts][k : k + count]
+        follow = [*tokens, *drafts][k : k + len(tokens) - 1]
         hidden = model.mtp(k, torch.tensor([follow]), hidden)
         drafts.append(int(model.draft_logits(k, hidden[:, -1:]).argmax()))
     return drafts
@@ -95,7 +97,8 @@ def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: 
 
 def with_modules_of(model: PlainLM, other: PlainLM) -> PlainLM:
     """Give a model the MTP modules of another one; return it."""
-    family, state = find_family_of(model.config), model.state_dict()
+    family = find_family_of(model.config)
+    state = model.state_dict()
     theirs = other.state_dict()
     state |= {name: theirs[name] for name in state if is_module(family, model.config, name)}
     model.load_state_dict(state, assign=True)

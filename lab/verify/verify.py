@@ -7,11 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -21,7 +18,6 @@ from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
 from mtpbuild.lab.measure.runs import reload_engine
-from mtpbuild.lab.show.tables import print_lines
 from mtpbuild.lab.verify.checks import (
     CHECKS,
     VerifyCase,
@@ -30,11 +26,13 @@ from mtpbuild.lab.verify.checks import (
     read_layers,
 )
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.prefix_cache.files import check_prefixes
+from mtpbuild.runtime.tables import print_lines, print_table
 
 PROMPTS = 4  # of each built-in kind
 LEAST_SEEDS = 20
@@ -60,24 +58,23 @@ class Verification:
 
     @property
     def failed(self) -> list[str]:
-        return [name for name, found in self.checks.items() if found.passed is False]
+        return [name for name, finding in self.checks.items() if finding.passed is False]
 
 
 def verify(request: VerifyRequest, watch: Watch = ignore) -> Verification:
     """Run every check that can be made; raise EngineError, UsageError and errors of builds."""
-    in_range(2, request.output_len, 1 << 20, "--output-len")
-    in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
+    in_range(request.output_len, 2, 1 << 20, "--output-len")
+    in_range(request.seeds, LEAST_SEEDS, 1 << 20, "--seeds")
     with ExitStack() as stack:
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         options: dict[str, Any] = {"threads": request.threads, **request.options}
-        loaded = Engine.load(request.engine, prefix_cache=False, **options)
-        engine = stack.enter_context(loaded)
+        engine = stack.enter_context(Engine.load(request.engine, prefix_cache=False, **options))
         check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.counts_as_exact:
             raise UsageError(
-                f"--exact: {request.engine} is not: its engine.json has no "
-                '"exact": true; build --exact says why'
+                f"--exact: {request.engine} is not exact by its engine.json; "
+                "`mtpbuild build --exact` says why"
             )
         if request.model is not None:
             find_model(request.model)
@@ -114,19 +111,20 @@ def run_check(name: str, case: VerifyCase) -> Finding:
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     """Read the file of --prompts, or some of each built-in kind; raise UsageError."""
-    params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
+    params = SamplingParams(max_tokens=request.output_len)
+    flag = "--prompts"
     if request.prompts is not None:
-        found = read_requests(request.prompts, engine, params, flag=flag)
+        requests = read_requests(request.prompts, engine, params, flag=flag)
     elif engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise UsageError(
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
         files = map(find_built_in, BUILT_IN)
-        found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
-    longest = max(len(request.token_ids) for request in found)
+        requests = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
+    longest = max(len(request.token_ids) for request in requests)
     check_room(engine, longest, request.output_len, hint=": see --output-len")
-    return [request.token_ids for request in found]
+    return [request.token_ids for request in requests]
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> Path:
@@ -195,21 +193,22 @@ def summarise_checks(verification: Verification) -> str:
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"
-    counts = [found.verdict for found in verification.checks.values()]
+    counts = [finding.verdict for finding in verification.checks.values()]
     skipped = counts.count("not checked")
     more = f", {skipped} not checked" if skipped else ""
     return f"passed: {counts.count('passed')} checks{more}"
 
 
 def print_verification(verification: Verification) -> None:
+    """Print a line per check, and the summary."""
     build = verification.manifest.build
     against = f", against {verification.against}" if verification.against else ""
     drafter = f", {build.drafter}" if build.drafter else ""
     model = f"{verification.manifest.model.name}, nextn {build.nextn}"
     print_lines(f"{verification.folder}: {model}{drafter}{against}", style="bold")
-    table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name, check in verification.checks.items():
-        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        table.add_row(name, verdict, escape(check.detail))
-    print_lines(table)
+    rows = [
+        (name, Text(finding.verdict, STYLES[finding.verdict]), finding.detail)
+        for name, finding in verification.checks.items()
+    ]
+    print_table([("check", "verdict", "found"), *rows], texts=("verdict", "found"))
     print_lines(summarise_checks(verification), style="bold")

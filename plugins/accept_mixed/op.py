@@ -7,7 +7,7 @@ case in which all slots are strict and greedy.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,14 @@ class Verdict:
     draft_logprobs: Tensor | None = None  # [B, T] under the plain softmax
     draft_ranks: Tensor | None = None  # [B, T] 1 for the most probable token
     draft_q: Tensor | None = None  # [B, T] probability with which it was drawn, if it was drawn
+
+
+class Judged(NamedTuple):
+    """What is decided of each row, before it is known where the step ends: three [B, T]."""
+
+    keep: Tensor  # bool: whether the row's draft is kept, if all before it are
+    token: Tensor  # the row's token if the step ends there
+    margin: Tensor  # of that token
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,8 @@ def accept_mixed(
     if T > 1:
         good = _accept(judged, window, target, kept)
         for rule in rules:
-            others = (good, target, margins)
-            good, target, margins = _apply_rule(rule, judged, numbers[:, RECOVER], real, others)
+            rows = Judged(good, target, margins)
+            good, target, margins = _apply_rule(rule, judged, numbers[:, RECOVER], real, rows)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
@@ -136,14 +144,14 @@ def _choose_targets(
 def score_drafts(logprobs: Tensor, window: Tensor, draft_probs: Tensor) -> dict[str, Tensor]:
     """Return what `Verdict` has of each row's draft, by name; logprobs [B, T, V]."""
     drafts = _drafts_of(window).clamp(0, logprobs.shape[-1] - 1)[..., None]
-    found = logprobs.gather(-1, drafts)
-    q = torch.zeros_like(found[..., 0])
+    draft_logprobs = logprobs.gather(-1, drafts)
+    q = torch.zeros_like(draft_logprobs[..., 0])
     if (K := window.shape[1] - 1) > 0:
         drawn = draft_probs[:, :K].gather(-1, drafts[:, :K])[..., 0]
         q = torch.cat([drawn, torch.zeros_like(drawn[:, :1])], dim=1)
     # In floats, which all targets add up; exact for any vocabulary.
-    ranks = (logprobs > found).to(torch.float32).sum(-1).to(torch.int64) + 1
-    return {"draft_logprobs": found[..., 0], "draft_ranks": ranks, "draft_q": q}
+    ranks = (logprobs > draft_logprobs).to(torch.float32).sum(-1).to(torch.int64) + 1
+    return {"draft_logprobs": draft_logprobs[..., 0], "draft_ranks": ranks, "draft_q": q}
 
 
 def empty_mixed_verdict(logits: Tensor, window: Tensor, lengths: Tensor, active: Tensor) -> Any:
@@ -256,15 +264,14 @@ def _apply_rule(
     judged: RuleInputs,
     numbers: Tensor,
     real: Tensor,
-    others: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Judged,
+) -> Judged:
     """Let a rule decide in the slots that asked for it; it is skipped if no slot did.
 
-    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. others: what holds in
-    the other slots. Returns the same three, each [B, T]: whether the row's draft is kept, the
-    row's token if the step ends there, and that token's margin.
+    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. rows: what holds in
+    the other slots.
     """
-    good, target, margins = others
+    good, target, margins = rows
     asked = judged.controls[rule.name]
     # A copy, as torch.cond wants operands that share no memory, and both numbers are views of one.
     operands = (*vars(judged).values(), numbers.clone())
@@ -275,16 +282,17 @@ def _apply_rule(
         token, margin = choice
         known = token.clamp(0, judged.p.shape[-1] - 1)
         possible = (known == token) & (judged.p.gather(-1, known[..., None])[..., 0] > 0)
-        own = asked & real & possible
-        target, margins = torch.where(own, token, target), torch.where(own, margin, margins)
-    return good, target, margins
+        chosen = asked & real & possible
+        target = torch.where(chosen, token, target)
+        margins = torch.where(chosen, margin, margins)
+    return Judged(good, target, margins)
 
 
 def _decide_by(rule: Rule) -> Branch:
     def decide(*operands: Any) -> tuple[Tensor, ...]:
         judged = RuleInputs(*operands[:-1])
         choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
-        return tuple(each.clone() for each in (rule.keeps(judged), *choice))
+        return tuple(part.clone() for part in (rule.keeps(judged), *choice))
 
     return decide
 
@@ -327,5 +335,5 @@ def draft_number(controls: Controls, lengths: Tensor, k: int) -> Tensor:
     shared = controls["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared
-    own = controls["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
-    return torch.where(controls["block"][:, None], own, shared)
+    in_block = controls["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(controls["block"][:, None], in_block, shared)

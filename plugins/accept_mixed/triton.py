@@ -48,9 +48,9 @@ def law_of_row(
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
     one = r + tl.arange(0, 1)
-    token, first, second, most, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
+    token, first, second, highest, total = best_of_row(best, one, one >= 0, blocks, BLOCKS)
     token, first, second = tl.max(token, 0), tl.max(first, 0), tl.max(second, 0)
-    lse = tl.max(most + tl.log(total), 0)
+    lse = tl.max(highest + tl.log(total), 0)
     floor = tl.load(laws + r * 2 + 1)
     norm = sum_of_blocks(shares, r, blocks, BLOCKS, 2)
     rank = sum_of_blocks(shares + 1, r, blocks, BLOCKS, 2)
@@ -58,9 +58,9 @@ def law_of_row(
     row, bans, early = row_of(logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED)
     t, sampled = temperature_of(temperature, b)
     draft, valid = draft_of_row(window, b, j, vocab, TOKENS)
-    own = weights_of(row, draft + tl.arange(0, 1), vocab, t, first, early, bans, BANNED)
-    own = tl.max(own, 0)
-    p_draft = tl.where(valid & (own >= floor), own / norm, 0.0)
+    draft_weight = weights_of(row, draft + tl.arange(0, 1), vocab, t, first, early, bans, BANNED)
+    draft_weight = tl.max(draft_weight, 0)
+    p_draft = tl.where(valid & (draft_weight >= floor), draft_weight / norm, 0.0)
     q_draft = 0.0
     if j < TOKENS - 1:
         q_draft = tl.load(draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab + draft)
@@ -175,9 +175,9 @@ def draw_of_row(
         x = tl.load(number + tl.load(lengths + b) + 1 + j) * total
         # Rounding can carry x up to the total, and over a block's last border: the last id is it.
         last = tl.max(tl.where(sums > 0, i, 0), 0)
-        own = tl.min(tl.where((tl.cumsum(sums, 0) > x) & (sums > 0), i, last), 0)
-        before = tl.sum(tl.where(i < own, sums, 0.0), 0)
-        v = own * BLOCK + tl.arange(0, BLOCK)
+        drawn_block = tl.min(tl.where((tl.cumsum(sums, 0) > x) & (sums > 0), i, last), 0)
+        before = tl.sum(tl.where(i < drawn_block, sums, 0.0), 0)
+        v = drawn_block * BLOCK + tl.arange(0, BLOCK)
         p = probs_of(
             logits, figures, lengths, temperature, banned_ids, banned_until, r, v, vocab,
             TOKENS, BANNED,
@@ -254,8 +254,8 @@ def verdict_of_mixed_slot(
     token = tl.load(target + at, some, 0).to(tl.int64)
     token = tl.where(i < kept, tl.load(window + at + 1, i < TOKENS - 1, 0), token)
     tl.store(tokens + at, tl.where(i < n, token, -1), some)
-    own = tl.load(logits + at.to(tl.int64) * vocab + token, some, 0.0)
-    tl.store(logprobs + at, own - tl.load(figures + at * 8 + LSE, some, 0.0), some)
+    logit = tl.load(logits + at.to(tl.int64) * vocab + token, some, 0.0)
+    tl.store(logprobs + at, logit - tl.load(figures + at * 8 + LSE, some, 0.0), some)
 
 
 def accept_mixed_launches(*operands: Any) -> Launches:

@@ -11,7 +11,8 @@ def accept_rewind_onnx(
     logits: Any, window: Any, num_drafts: Any, lengths: Any, active: Any
 ) -> tuple[Any, ...]:
     T, zero, last = int(window.shape[1]), ints(0), ints(2)
-    row, none = ints(*range(T)), op.Constant(value_int=-1)
+    row = ints(*range(T))
+    none = op.Constant(value_int=-1)
     values, ids = op.TopK(logits, ints(2), axis=-1)  # ties: the lower index comes first
     top, second = op.Split(values, axis=-1, num_outputs=2)
     target = op.Squeeze(op.Slice(ids, zero, ints(1), last), last)

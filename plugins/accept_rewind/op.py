@@ -16,7 +16,8 @@ LOWEST = -3.0e38  # finite: -inf minus -inf would be NaN
 
 def empty_verdict(logits: Tensor, window: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
     """Return empty tensors like a verdict; logits may be replaced by `best_of_blocks` of them."""
-    like, floats = torch.empty_like, logits.new_empty(window.shape)
+    like = torch.empty_like
+    floats = logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
 
 
@@ -35,7 +36,8 @@ def accept_rewind(
     next target token; ties go to the lowest id. Only the length is rewound: later rows are garbage.
     """
     top = logits.topk(2, dim=-1).values
-    logprobs, margins = top[..., 0] - logits.logsumexp(-1), top[..., 0] - top[..., 1]
+    logprobs = top[..., 0] - logits.logsumexp(-1)
+    margins = top[..., 0] - top[..., 1]
     slots = window, num_drafts, lengths, active
     return *_judged(logits.argmax(-1), *slots), logprobs, margins
 
@@ -45,7 +47,8 @@ def _judged(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, n and new lengths for each row's target token [B, T]."""
     T = window.shape[1]
-    K, row = T - 1, torch.arange(T, device=window.device)
+    K = T - 1
+    row = torch.arange(T, device=window.device)
     equal = (window[:, 1:] == target[:, :K]) & (row[:K] < num_drafts[:, None])
     mismatch = torch.where(equal, K, row[:K])
     n = torch.cat([mismatch, torch.full_like(window[:, :1], K)], -1).amin(-1) + 1
@@ -65,7 +68,8 @@ def best_of_blocks(logits: Tensor) -> Tensor:
     size = logits.shape[-1] if blocks == 1 else BLOCK
     x = F.pad(logits, (0, blocks * size - logits.shape[-1]), value=-torch.inf)
     x = x.unflatten(-1, (blocks, size))
-    top, at = x.topk(2, dim=-1).values, x.argmax(-1)
+    top = x.topk(2, dim=-1).values
+    at = x.argmax(-1)
     highest = top[..., 0].clamp(min=LOWEST)
     total = (x - highest[..., None]).exp().sum(-1)
     ids = at + size * torch.arange(blocks, device=at.device)
@@ -80,8 +84,8 @@ def accept_best(
     top, second, highest, sums, _ = best.unbind(-1)
     first = top.argmax(-1, keepdim=True)
     margins = top.amax(-1) - top.scatter(-1, first, second.gather(-1, first)).amax(-1)
-    most = highest.amax(-1)
-    logprobs = top.amax(-1) - most - (sums * (highest - most[..., None]).exp()).sum(-1).log()
+    maximum = highest.amax(-1)
+    logprobs = top.amax(-1) - maximum - (sums * (highest - maximum[..., None]).exp()).sum(-1).log()
     slots = window, num_drafts, lengths, active
     return *_judged(best_token(best), *slots), logprobs, margins
 

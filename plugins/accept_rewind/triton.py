@@ -70,8 +70,8 @@ def best_of_row(best, row, some, blocks, BLOCKS: tl.constexpr):
     below = tl.load(at + 1, there, float("-inf"))
     second = tl.max(tl.where(where == token[:, None], below, top), 1)
     highest, sums = tl.load(at + 2, there, LOWEST), tl.load(at + 3, there, 0.0)
-    most = tl.max(highest, 1)
-    return token, first, second, most, tl.sum(sums * tl.exp(highest - most[:, None]), 1)
+    maximum = tl.max(highest, 1)
+    return token, first, second, maximum, tl.sum(sums * tl.exp(highest - maximum[:, None]), 1)
 
 
 @triton.jit

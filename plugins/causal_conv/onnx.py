@@ -15,7 +15,7 @@ CausalConv = declare_operator(
 
 def causal_conv_onnx(x: Any, tail: Any, weight: Any) -> Any:
     """Emit one node over channels [B, C, T]; the state that it returns is not used."""
-    channels, past = (op.Transpose(each, perm=[0, 2, 1]) for each in (x, tail))
+    channels, past = (op.Transpose(rows, perm=[0, 2, 1]) for rows in (x, tail))
     taps = op.Unsqueeze(op.Transpose(weight, perm=[1, 0]), op.Constant(value_ints=[1]))
     y, _ = CausalConv(channels, taps, None, past, activation="silu", ndim=1)
     return op.Transpose(y, perm=[0, 2, 1])

@@ -14,7 +14,8 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
     tail [B, k - 1, C]: the inputs before x. weight [k, C]. Terms are added in the order of j.
     """
-    tokens, inputs = x.shape[1], torch.cat([tail, x], dim=1)
+    tokens = x.shape[1]
+    inputs = torch.cat([tail, x], dim=1)
     y = inputs[:, :tokens] * weight[0]
     for j in range(1, weight.shape[0]):
         y = y + inputs[:, j : tokens + j] * weight[j]

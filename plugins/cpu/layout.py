@@ -18,7 +18,8 @@ def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
     factors, offsets = split_offsets(scales)
-    factors, shifted = factors.float()[..., None], values.float()
+    factors = factors.float()[..., None]
+    shifted = values.float()
     if offsets is None:
         shifted -= 1 << bits - 1
     elif offsets.dtype == torch.int8:
@@ -33,7 +34,7 @@ def with_offsets(scales: Tensor, offsets: Tensor) -> Tensor:
 
     A zero is subtracted from the values of its block, besides the 8 or 128.
     """
-    both = (each.contiguous()[..., None].view(torch.uint8) for each in (scales, offsets))
+    both = (part.contiguous()[..., None].view(torch.uint8) for part in (scales, offsets))
     return torch.cat([*both], dim=-1)
 
 

@@ -19,11 +19,13 @@ aten = torch.ops.aten
 
 def make_node_facet(defined: CustomOpDef) -> Callable[..., Any]:
     """Return the function that emits the node of an op's definition."""
-    node, schema = NODES[defined], defined._opoverload._schema
+    node = NODES[defined]
+    schema = defined._opoverload._schema
 
     def emit(*operands: Any, **named: Any) -> Any:
         known = bind(defined, operands, named)
-        inputs, attributes = dict[str, Any](), dict(node.attributes(known))
+        inputs = dict[str, Any]()
+        attributes = dict(node.attributes(known))
         for argument in schema.arguments:
             name, value = argument.name, known[argument.name]
             if "Tensor" in str(argument.type):

@@ -13,22 +13,23 @@ def delta_rule_inductor(
     if isinstance(tokens, int):
         outputs, after = delta_rule._init_fn(mixed, ba, rate, bias, state)
         return outputs, after
-    (B, H, K, V), count = state.shape, ba.shape[1]
+    B, H, K, V = state.shape
+    count = ba.shape[1]
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
     # Joined into one tensor, which is a copy: if a loop's operand is a view, AOTInductor (torch
     # 2.13) frees its handle in the first iteration and reads it in the second.
-    given = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
+    joined = torch.cat([q, k, v, decay[..., None], beta[..., None]], dim=-1)
 
     def more(t: Tensor, *carried: Tensor) -> Tensor:
         return t < count
 
-    def body(t: Tensor, state: Tensor, found: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        own = given.index_select(1, t[None])[:, 0]
-        q, k, v, decay, beta = own.split([K, K, V, 1, 1], dim=-1)
+    def body(t: Tensor, state: Tensor, outputs: Tensor, joined: Tensor) -> tuple[Tensor, ...]:
+        token_inputs = joined.index_select(1, t[None])[:, 0]
+        q, k, v, decay, beta = token_inputs.split([K, K, V, 1, 1], dim=-1)
         state, o = step(state, q, k, v, decay[..., 0], beta[..., 0])
-        return t + 1, state, found.index_copy(1, t[None], o[:, None])
+        return t + 1, state, outputs.index_copy(1, t[None], o[:, None])
 
     first = torch.zeros((), dtype=torch.int64)
     carried = first, state.clone(), mixed.new_zeros((B, count, H, V))
-    _, after, found = torch.ops.higher_order.while_loop(more, body, carried, (given,))
-    return found, after
+    _, after, outputs = torch.ops.higher_order.while_loop(more, body, carried, (joined,))
+    return outputs, after

@@ -32,28 +32,29 @@ def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tup
     q, k, v = (
         op.Slice(mixed, ints(first), ints(end), ints(-1)) for first, end in pairwise(borders)
     )
-    q, k = (spread(each, keys // width, width, heads) for each in (q, k))
+    q, k = (spread(rows, keys // width, width, heads) for rows in (q, k))
     b, a = op.Split(ba, axis=-1, num_outputs=2)
     decay = op.Neg(op.Mul(rate, op.Softplus(op.Add(a, bias))))
     beta = op.Sigmoid(b)
     if n is not None:
         place = op.Unsqueeze(count_up(op.Shape(ba, start=1, end=2)), ints(0))
         stays = op.Less(place, op.Unsqueeze(n, ints(1)))
-        stays, none = op.Unsqueeze(stays, ints(2)), op.Constant(value_float=0.0)
+        stays = op.Unsqueeze(stays, ints(2))
+        none = op.Constant(value_float=0.0)
         decay, beta = op.Where(stays, decay, none), op.Where(stays, beta, none)
     how = {"q_num_heads": heads, "kv_num_heads": heads, "scale": width**-0.5}
-    found: tuple[Any, Any] = LinearAttention(
+    results: tuple[Any, Any] = LinearAttention(
         q, k, v, state, decay, beta, update_rule="gated_delta", **how
     )
-    return found
+    return results
 
 
 def spread(x: Any, groups: int, width: int, heads: int) -> Any:
     """Normalise each head to length 1 and repeat it for the value heads it serves: [B, T, H K]."""
-    own = op.Reshape(x, ints(0, 0, groups, 1, width))
-    squares = op.ReduceSum(op.Mul(own, own), ints(-1), keepdims=1)
+    split = op.Reshape(x, ints(0, 0, groups, 1, width))
+    squares = op.ReduceSum(op.Mul(split, split), ints(-1), keepdims=1)
     length = op.Sqrt(op.Add(squares, op.Constant(value_float=EPSILON)))
-    every = op.Expand(op.Div(own, length), ints(1, 1, 1, heads // groups, 1))
+    every = op.Expand(op.Div(split, length), ints(1, 1, 1, heads // groups, 1))
     return op.Reshape(every, ints(0, 0, heads * width))
 
 

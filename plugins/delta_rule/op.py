@@ -36,11 +36,11 @@ def delta_rule(
     Returns o [B, T, H, V] and the state after all tokens.
     """
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
-    found = []
+    outputs = []
     for t in range(mixed.shape[1]):
         state, o = step(state, q[:, t], k[:, t], v[:, t], decay[:, t], beta[:, t])
-        found.append(o)
-    return torch.stack(found, dim=1), state.clone()
+        outputs.append(o)
+    return torch.stack(outputs, dim=1), state.clone()
 
 
 @define(lambda state: torch.empty_like(state), Node("DeltaAdvance"))
@@ -54,8 +54,9 @@ def delta_advance(
     q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
     for t in range(mixed.shape[1]):
         stays = (t < n)[:, None]
-        own = torch.where(stays, decay[:, t], 1.0), torch.where(stays, beta[:, t], 0.0)
-        state, _ = step(state, q[:, t], k[:, t], v[:, t], *own)
+        kept_decay = torch.where(stays, decay[:, t], 1.0)
+        kept_beta = torch.where(stays, beta[:, t], 0.0)
+        state, _ = step(state, q[:, t], k[:, t], v[:, t], kept_decay, kept_beta)
     return state.clone()
 
 
@@ -64,11 +65,11 @@ def inputs(mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor)
     H, K, V = state.shape[1:]
     keys = (mixed.shape[-1] - H * V) // 2
     q, k, v = mixed.split([keys, keys, H * V], dim=-1)
-    heads = [each.unflatten(-1, (keys // K, K)) for each in (q, k)]
-    lengths = [torch.rsqrt(each.square().sum(-1, keepdim=True) + EPSILON) for each in heads]
+    heads = [rows.unflatten(-1, (keys // K, K)) for rows in (q, k)]
+    lengths = [torch.rsqrt(rows.square().sum(-1, keepdim=True) + EPSILON) for rows in heads]
     q, k = (
-        (each * length).repeat_interleave(H * K // keys, dim=2)
-        for each, length in zip(heads, lengths, strict=True)
+        (rows * length).repeat_interleave(H * K // keys, dim=2)
+        for rows, length in zip(heads, lengths, strict=True)
     )
     b, a = ba.split(H, dim=-1)
     decay = (-rate * F.softplus(a + bias)).exp()

@@ -28,7 +28,8 @@ def experts_packed(
     inputs of products to int8 per row and block. With fp32 the last panel of gates may be padded.
     """
     outputs, width = gate_up_values.shape[1] * PANEL, x.shape[-1]
-    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NO_EXPERT, 0.0, weights)
+    chosen = ids.flatten().clamp(min=0)
+    weights = torch.where(ids == NO_EXPERT, 0.0, weights)
     rows = x.reshape(-1, width).repeat_interleave(ids.shape[-1], dim=0)
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
@@ -40,5 +41,5 @@ def experts_packed(
 
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Unpack the weights [N, outputs, inputs] of each row's expert."""
-    own = None if scales is None else scales.index_select(0, ids)
-    return unpacked(values.index_select(0, ids), own, outputs)
+    chosen_scales = None if scales is None else scales.index_select(0, ids)
+    return unpacked(values.index_select(0, ids), chosen_scales, outputs)

@@ -35,11 +35,11 @@ def gated(
     for begin in range(0, DEPTH, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         column = k[None, :]
-        given = tl.load(x + m * DEPTH + column, some & (column < DEPTH), 0.0)
+        tile = tl.load(x + m * DEPTH + column, some & (column < DEPTH), 0.0)
         of = gate_up + k.to(tl.int64)[:, None] * (2 * INNER) + n
         there = (k < DEPTH)[:, None] & right
-        gate = tl.dot(given, tl.load(of, there, 0.0), gate, input_precision="ieee")
-        up = tl.dot(given, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
+        gate = tl.dot(tile, tl.load(of, there, 0.0), gate, input_precision="ieee")
+        up = tl.dot(tile, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
     value = gate * tl.sigmoid(gate) * up
     tl.store(inner + m * INNER + n, value.to(inner.dtype.element_ty), some & right)
 
@@ -50,7 +50,8 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     rows = x.numel() // E
     if rows > MAX_TOKENS:
         raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
-    inner, wide = x.new_empty(*slots, width), 32
+    inner = x.new_empty(*slots, width)
+    wide = 32
     stages = STAGES if shared_memory(x.device) == AOT_SHARED else 8
     constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
     constants["BLOCK_K"] = inputs_of_tile(x, E)

@@ -12,7 +12,7 @@ def grouped_attention_inductor(
     """Compute the reference's result; the heads of a group are rows of one product."""
     (B, H, T, D), S = q.shape, cache.shape[2]
     rows = (q * scale).reshape(B, groups, -1, D)  # [B, G, H / G * T, D]
-    (old_k, old_v), (new_k, new_v) = (_heads(each, groups) for each in (cache, fresh))
+    (old_k, old_v), (new_k, new_v) = (_heads(block, groups) for block in (cache, fresh))
     committed = torch.arange(S, device=q.device) < base[:, None]  # [B, S]
     last = first[:, None] + torch.arange(T, device=q.device)
     visible = torch.arange(fresh.shape[2], device=q.device) <= last[..., None]  # [B, T, F]

@@ -16,8 +16,8 @@ def grouped_attention_onnx(
 
     def split(rows: Any) -> Any:
         """Split rows [B, 1, S, 2 G D] into keys and values, each [B, G, S, D]."""
-        each = op.Reshape(rows, ints(0, -1, 2 * groups, width))
-        return op.Split(op.Transpose(each, perm=[0, 2, 1, 3]), axis=1, num_outputs=2)
+        by_head = op.Reshape(rows, ints(0, -1, 2 * groups, width))
+        return op.Split(op.Transpose(by_head, perm=[0, 2, 1, 3]), axis=1, num_outputs=2)
 
     tokens = op.Shape(q, start=2, end=3)
     masks = mask_rows(cache, fresh, base, first, heads // groups, tokens)

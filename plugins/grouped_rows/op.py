@@ -15,7 +15,8 @@ NODE = Node("GroupedRows", renamed={"eps": "epsilon"}, typed="cache")
 
 def empty_rows(a: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
     """Return empty tensors like the results of grouped_rows."""
-    (B, T, every), kept = a.shape, 2 * groups * width
+    B, T, every = a.shape
+    kept = 2 * groups * width
     return a.new_empty(B, T, every - kept), a.new_empty(B, 1, T, kept)
 
 

@@ -59,7 +59,8 @@ def product_launch(
 def product_launches(x: Tensor, *weight: Any, dtype: torch.dtype) -> Launches:
     """Return the launch for x [.., K] and a weight, and the sum of its output over the splits."""
     launch = product_launch(x, *weight)
-    (parts,), shape = launch.outputs, (*x.shape[:-1], weight[0].shape[1])
+    (parts,) = launch.outputs
+    shape = (*x.shape[:-1], weight[0].shape[1])
     return Launches((launch,), parts, axis=0, dtype=dtype, shape=shape)
 
 

@@ -20,7 +20,9 @@ def mla_attention_inductor(*operands: Any) -> Tensor:
     known = bind(mla_attention, operands)
     q, cache, fresh, base, first, scale, kv_lora_rank, chosen = known.values()
     (B, H, T, C), S = q.shape, cache.shape[2]
-    rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0, :, :C], fresh[:, 0, :, :C]
+    rows = (q * scale).reshape(B, H * T, C)
+    old = cache[:, 0, :, :C]
+    new = fresh[:, 0, :, :C]
     committed = (torch.arange(S, device=q.device) < base[:, None])[:, None]  # [B, 1, S]
     last = first[:, None] + torch.arange(T, device=q.device)
     visible = torch.arange(new.shape[1], device=q.device) <= last[..., None]  # [B, T, F]
@@ -38,8 +40,8 @@ def attend_apart(rows: Tensor, keys: Pair, values: Pair, masks: Pair, dtype: tor
     rows: scaled queries. masks: which rows are seen. dtype: of the softmax.
     """
     scores = [
-        (rows @ own.mT).to(dtype).masked_fill(~seen, float("-inf"))
-        for own, seen in zip(keys, masks, strict=True)
+        (rows @ key_rows.mT).to(dtype).masked_fill(~seen, float("-inf"))
+        for key_rows, seen in zip(keys, masks, strict=True)
     ]
     p = floored_softmax(torch.cat(scores, dim=-1)).type_as(rows)
     S = keys[0].shape[-2]

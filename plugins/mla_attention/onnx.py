@@ -25,7 +25,7 @@ def mla_attention_onnx(*operands: Any) -> Any:
         masks = mask_rows(cache, fresh, base, first, heads, op.Shape(q, start=2, end=3))
     else:
         masks = mask_others(cache, fresh, base, heads, chosen)
-    mixed = attend(rows, masks, (cache, fresh), lambda each: (each, each))
+    mixed = attend(rows, masks, (cache, fresh), lambda block: (block, block))
     latents = op.Slice(mixed, ints(0), ints(kv_lora_rank), ints(3))
     return op.Reshape(latents, ints(0, heads, -1, kv_lora_rank))
 
@@ -46,7 +46,9 @@ def attend(rows: Any, masks: Sequence[Any], blocks: Sequence[Any], split: Any) -
     p = op.Softmax(op.Max(joined, least), axis=-1)  # as `floored_softmax`
     if len(halves) == 1:
         return op.MatMul(p, halves[0][1])
-    border, end, axis = count_rows(blocks[0]), op.Shape(p, start=3), ints(3)
+    border = count_rows(blocks[0])
+    end = op.Shape(p, start=3)
+    axis = ints(3)
     (_, old), (_, new) = halves
     mixed = op.MatMul(op.Slice(p, ints(0), border, axis), old)
     return op.Add(mixed, op.MatMul(op.Slice(p, border, end, axis), new))
@@ -87,7 +89,8 @@ def mask_others(cache: Any, fresh: Any, base: Any, heads: int, chosen: Any) -> l
 
     Positions from base on are fresh rows, unless these have been written into the cache.
     """
-    written, rows = holds_rows(cache, fresh), count_rows(cache)
+    written = holds_rows(cache, fresh)
+    rows = count_rows(cache)
     start = rows if written else op.Unsqueeze(base, ints(1, 2))
     end = op.Add(rows, ints(0) if written else count_rows(fresh))
     place = op.Where(op.Less(chosen, start), chosen, op.Add(op.Sub(chosen, start), rows))

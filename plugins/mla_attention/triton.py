@@ -80,15 +80,16 @@ def mla_partial(
     end = tl.minimum(begin + share, total)
     old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
     if chosen is not None:
-        own, newest = chosen + (b * TOKENS + token) * COUNT, length + fresh_rows - 1
-        least = tl.load(own + begin, begin < end, -1)
+        places = chosen + (b * TOKENS + token) * COUNT
+        newest = length + fresh_rows - 1
+        least = tl.load(places + begin, begin < end, -1)
         filled = (split == 0) | ((least >= 0) & (least <= newest))
         end = tl.where(filled, end, begin)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         j = n + tl.arange(0, BLOCK_N)
         at, seen = old + j.to(tl.int64) * WIDTH, j < end
         if chosen is not None:
-            at, seen = _at_places(own, n, end, old, new, length, newest, WIDTH, BLOCK_N)
+            at, seen = _at_places(places, n, end, old, new, length, newest, WIDTH, BLOCK_N)
         top, weight, mixed = _attend(
             queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
             RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
@@ -119,7 +120,7 @@ def mla_partial(
 
 @triton.jit
 def _at_places(
-    own, n, end, old, new, length, newest,
+    places, n, end, old, new, length, newest,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to a tile's chosen rows, and which of them are seen.
@@ -128,7 +129,7 @@ def _at_places(
     seen, and positions are clamped.
     """
     j = n + tl.arange(0, BLOCK_N)
-    place = tl.load(own + j, j < end, -1)
+    place = tl.load(places + j, j < end, -1)
     seen = ((place >= 0) & (place <= newest)) | (j == 0)
     place = tl.minimum(tl.maximum(place, 0), newest)
     at = tl.where(place < length, old + place * WIDTH, new + (place - length) * WIDTH)
@@ -200,8 +201,8 @@ def mla_combine(
         row = (b * splits + s) * rows + m
         part = tl.exp2(tl.load(lse + row, s < splits, float("-inf")) - top)
         there = (part > 0)[:, None] & (latent < RANK)[None, :]
-        given = tl.load(partial + row[:, None] * RANK + latent[None, :], there, 0.0)
-        mixed += tl.sum(part[:, None] * given, 0)
+        values = tl.load(partial + row[:, None] * RANK + latent[None, :], there, 0.0)
+        mixed += tl.sum(part[:, None] * values, 0)
     to = out + (b * rows + m) * RANK + latent
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
@@ -216,10 +217,12 @@ def _choose_tiles(
     tiles of keys in shared memory. many: take 64 query rows, which read the cache once instead of
     four times; only Hopper's products of a warp group have room for their sums.
     """
-    latent, constants = round_up_to_tile(rank), dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
+    latent = round_up_to_tile(rank)
+    constants = dict[str, Any](BLOCK_M=16, BLOCK_N=16, STAGES=2)
     if cache == torch.float32:
         return constants | {"CHUNK": min(latent, 64), "PRECISION": "tf32x3"}, 8
-    constants["PRECISION"], width = "ieee", latent + round_up_to_tile(rope)
+    constants["PRECISION"] = "ieee"
+    width = latent + round_up_to_tile(rope)
     if many and 3 * 64 * width * cache.itemsize <= shared:
         return constants | {"CHUNK": latent, "BLOCK_M": 64, "BLOCK_N": 64}, 8
     for n in (32, 16):
@@ -251,9 +254,14 @@ def mla_attention_launches(
     the operands and their GPU.
     """
     known = bind(mla_attention, operands)
-    q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
+    q = known["q"]
+    capacity = known["cache"].shape[2]
+    rank = known["kv_lora_rank"]
     B, H, T, C = q.shape
-    rows, rope, latent, chosen = H * T, C - rank, round_up_to_tile(rank), known["chosen"]
+    rows = H * T
+    rope = C - rank
+    latent = round_up_to_tile(rank)
+    chosen = known["chosen"]
     if shared is None:
         shared = shared_memory(q.device)
     together = rows if chosen is None else H  # query rows that see the same rows of the cache
@@ -261,7 +269,9 @@ def mla_attention_launches(
     constants, warps = _choose_tiles(
         many and is_hopper(q.device), rank, rope, known["cache"].dtype, shared
     )
-    blocks, total, count = cdiv(rows, constants["BLOCK_M"]), capacity, 0
+    blocks = cdiv(rows, constants["BLOCK_M"])
+    total = capacity
+    count = 0
     if chosen is not None:
         blocks, total = T * cdiv(H, constants["BLOCK_M"]), chosen.shape[2]
         count = total

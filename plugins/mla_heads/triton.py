@@ -42,7 +42,7 @@ def absorbed_query(
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = (m < rows)[:, None]
-    given = q + m.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE))
+    row = q + m.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE))
     apart = rows * (HEADS * (NOPE + ROPE))
     dtype: tl.constexpr = out.dtype.element_ty
     at = (m // tokens * HEADS + h) * tokens + m % tokens
@@ -50,14 +50,15 @@ def absorbed_query(
     if tl.program_id(1) < tl.num_programs(1) - 1:
         n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         total = product_of_head(
-            given + h * NOPE, apart, w_uk + h * NOPE * RANK, some, n,
+            row + h * NOPE, apart, w_uk + h * NOPE * RANK, some, n,
             PARTS, NOPE, RANK, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         tl.store(to + n, total.to(dtype), some & (n < RANK))
     else:
         r = tl.arange(0, ROTARY)[None, :]
         there = some & (r < ROPE)
-        pe, angles = given + HEADS * NOPE + h * ROPE, m.to(tl.int64)[:, None] * (ROPE // 2)
+        pe = row + HEADS * NOPE + h * ROPE
+        angles = m.to(tl.int64)[:, None] * (ROPE // 2)
         turned = rotated_sum(
             pe, apart, cos + angles, sin + angles, r, there, PARTS, ROPE, INTERLEAVED, dtype
         )
@@ -88,11 +89,11 @@ def value_of_head(
 
 @triton.jit
 def product_of_head(
-    given, apart, weight, some, n,
+    pointers, apart, weight, some, n,
     PARTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
+    """Multiply the rows that `pointers` [BLOCK_M, 1] point to by columns n of one head's weight.
 
     A row is the sum of PARTS rows at a distance of `apart` values.
     """
@@ -101,7 +102,7 @@ def product_of_head(
         k = begin + tl.arange(0, BLOCK_K)
         row, column = k[:, None], k[None, :]
         dtype: tl.constexpr = weight.dtype.element_ty
-        x = sum_of_parts(given + column, some & (column < DEPTH), apart, PARTS, dtype)
+        x = sum_of_parts(pointers + column, some & (column < DEPTH), apart, PARTS, dtype)
         w = tl.load(weight + row * WIDTH + n, (row < DEPTH) & (n < WIDTH), 0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
     return total

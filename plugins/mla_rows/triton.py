@@ -30,7 +30,8 @@ def latent_row(
     powers of two.
     """
     n = tl.program_id(0).to(tl.int64)
-    row, apart = a + n * (QUERY + RANK + ROPE), tl.num_programs(0) * (QUERY + RANK + ROPE)
+    row = a + n * (QUERY + RANK + ROPE)
+    apart = tl.num_programs(0) * (QUERY + RANK + ROPE)
     dtype: tl.constexpr = fresh.dtype.element_ty
     if tl.program_id(1) == 0:
         w = tl.arange(0, WIDE)
@@ -42,7 +43,8 @@ def latent_row(
         c, r = tl.arange(0, LATENT), tl.arange(0, ROTARY)
         x = sum_of_parts(row + QUERY + c, c < RANK, apart, PARTS, dtype)
         x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(dtype)
-        key, angles = row + QUERY + RANK, n * (ROPE // 2)
+        key = row + QUERY + RANK
+        angles = n * (ROPE // 2)
         turned = rotated_sum(
             key, apart, cos + angles, sin + angles, r, r < ROPE, PARTS, ROPE, INTERLEAVED, dtype
         ).to(dtype)
@@ -70,9 +72,9 @@ def rotated_sum(
 ):  # fmt: skip
     """Load values r of rotary rows, each of which is the sum of PARTS rows, and rotate them."""
     pair, other, sign = partner_of(r, ROPE, INTERLEAVED)
-    own = sum_of_parts(of + r, there, apart, PARTS, dtype)
+    value = sum_of_parts(of + r, there, apart, PARTS, dtype)
     partner = sum_of_parts(of + other, there, apart, PARTS, dtype)
-    turned = own * tl.load(cos + pair, there, 0.0)
+    turned = value * tl.load(cos + pair, there, 0.0)
     return turned + sign * partner * tl.load(sin + pair, there, 0.0)
 
 

@@ -10,7 +10,6 @@ from mtpbuild.plugins.definition import KEPT, Node, define
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256  # per call of the kernel
-PADDED_TOKENS = 64  # per call of a kernel with fixed sizes
 NO_EXPERT = -1  # the id of an expert on another rank
 
 
@@ -84,7 +83,8 @@ def moe(
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
     like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
     """
-    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NO_EXPERT, 0.0, weights)
+    chosen = ids.flatten().clamp(min=0)
+    weights = torch.where(ids == NO_EXPERT, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
@@ -96,21 +96,23 @@ def moe(
 def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None) -> Tensor:
     """Run `moe` for any number of tokens, in pieces that its kernel takes.
 
-    If the kernel has fixed sizes, a symbolic number of tokens is padded to its upper bound with
-    copies of the first token.
+    A kernel that takes no symbolic number of tokens gets their upper bound: copies of the first
+    token fill them up.
     """
-    tokens, fixed = x.shape[0], KEPT.get().fixed_sizes
+    tokens = x.shape[0]
+    padded = KEPT.get().padded_tokens
     if not moe.is_kept:
         return moe(x, weights, ids, *experts)
-    known, piece = isinstance(tokens, int), PADDED_TOKENS if fixed else MAX_TOKENS
-    most = tokens if known else upper_bound(tokens)
-    if most <= piece and (known or not fixed):
-        return moe(x, weights, ids, *experts, 0 if known else most)
+    known = isinstance(tokens, int)
+    piece = padded or MAX_TOKENS
+    max_tokens = tokens if known else upper_bound(tokens)
+    if max_tokens <= piece and (known or padded is None):
+        return moe(x, weights, ids, *experts, 0 if known else max_tokens)
     operands = [x, weights, ids]
     if not known:
-        operands = [torch.cat([y, y[:1].expand(most, -1)])[:most] for y in operands]
-    pieces = zip(*(each.split(piece) for each in operands), strict=True)
-    return torch.cat([moe(*each, *experts) for each in pieces])[:tokens]
+        operands = [torch.cat([y, y[:1].expand(max_tokens, -1)])[:max_tokens] for y in operands]
+    pieces = zip(*(operand.split(piece) for operand in operands), strict=True)
+    return torch.cat([moe(*part, *experts) for part in pieces])[:tokens]
 
 
 def upper_bound(size: Any) -> int:

@@ -35,17 +35,18 @@ def route(
     of a group's experts and of CHOSEN + ALWAYS, rounded up to powers of two.
     """
     n = tl.program_id(0)
-    g, each = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, GROUP_ROW)[None, :]
-    x = g * (EXPERTS // GROUPS) + each
-    there = (g < GROUPS) & (each < EXPERTS // GROUPS)
+    g, member = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, GROUP_ROW)[None, :]
+    x = g * (EXPERTS // GROUPS) + member
+    there = (g < GROUPS) & (member < EXPERTS // GROUPS)
     apart = tokens * EXPERTS
     logit = sum_of_parts(logits + n * EXPERTS + x, there, apart, PARTS, tl.float32)
     biased = tl.sigmoid(logit) + tl.load(bias + x, there, 0.0)
     biased = tl.where(there, biased, float("-inf"))
     if KEPT_GROUPS < GROUPS:
         first, at = tl.max(biased, 1, return_indices=True)
-        second = tl.max(tl.where(each == at[:, None], float("-inf"), biased), 1)
-        group, sums = tl.arange(0, GROUP_ROWS), first + second
+        second = tl.max(tl.where(member == at[:, None], float("-inf"), biased), 1)
+        group = tl.arange(0, GROUP_ROWS)
+        sums = first + second
         sums = tl.where(group < GROUPS, sums, float("-inf"))
         kept = tl.zeros((GROUP_ROWS,), tl.int32)
         for _ in tl.static_range(KEPT_GROUPS):
@@ -62,8 +63,8 @@ def route(
         every = tl.where(number == best, float("-inf"), every)
         expert = best // GROUP_ROW * (EXPERTS // GROUPS) + best % GROUP_ROW
         chosen = tl.where(k == i, tl.minimum(expert, EXPERTS - 1), chosen)
-    own = logits + n * EXPERTS + chosen
-    weight = tl.sigmoid(sum_of_parts(own, k < CHOSEN, apart, PARTS, tl.float32))
+    pointers = logits + n * EXPERTS + chosen
+    weight = tl.sigmoid(sum_of_parts(pointers, k < CHOSEN, apart, PARTS, tl.float32))
     weight = tl.where(k < CHOSEN, weight, 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
@@ -240,16 +241,17 @@ def moe_launches(*operands: Any) -> Launches:
     the op's `most` bounds it. Raises NotImplementedError for more than `MAX_TOKENS` tokens.
     """
     known = bind(moe, operands)
-    x, (N, k) = known["x"], known["ids"].shape
-    most = known["most"] or N
-    if most > MAX_TOKENS:
-        raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {most}")
+    x = known["x"]
+    N, k = known["ids"].shape
+    max_tokens = known["most"] or N
+    if max_tokens > MAX_TOKENS:
+        raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {max_tokens}")
     count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
     known |= {
         "count": count,
         "CHOSEN": k,
         "WIDE": round_up_to_tile(k, 2),
-        "TOKENS": round_up_to_tile(most, 2),
+        "TOKENS": round_up_to_tile(max_tokens, 2),
     }
     known |= {"HIDDEN": E, "INNER": width, "ROW": round_up_to_tile(width)}
 
@@ -261,7 +263,8 @@ def moe_launches(*operands: Any) -> Launches:
     grid = count, cdiv(2 * width, first["BLOCK_N"])
     splits = count_splits(k * grid[1], E, first)  # counts the programs of a single token
     sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
-    inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
+    inner = x.new_empty(count, width)
+    parts = known["weights"].new_empty(N, k, E)
     second |= {"sums": sums, "SPLITS": splits}
     products = Launch.by_name(gate_and_up, (*grid, splits), first, (sums,))
     grid = count, cdiv(E, second["BLOCK_N"])

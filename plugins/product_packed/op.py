@@ -30,5 +30,6 @@ def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
         wide = values[fours:].reshape(eights, -1, 2 * values.shape[-1])
         first = unpacked(values[:fours], scales[:fours], fours * layout.PANEL)
         return torch.cat([first, unpacked(wide, scales[fours:], outputs - len(first))])
-    own = layout.unpack_values(values, outputs), layout.unpack_scales(scales, outputs)
-    return layout.dequantise(*own, values.shape[-1] // 128)
+    integers = layout.unpack_values(values, outputs)
+    factors = layout.unpack_scales(scales, outputs)
+    return layout.dequantise(integers, factors, values.shape[-1] // 128)

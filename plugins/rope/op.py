@@ -13,7 +13,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> 
     The first R <= W values of each head are rotated. interleaved: pairs are (0, 1), (2, 3), .. as
     in DeepSeek's checkpoints; otherwise they are (0, R / 2), (1, R / 2 + 1), ..
     """
-    y, rotary = x.unflatten(-1, (heads, -1)), 2 * cos.shape[-1]
+    y = x.unflatten(-1, (heads, -1))
+    rotary = 2 * cos.shape[-1]
     y, rest = y[..., :rotary], y[..., rotary:]
     cos, sin = cos[:, :, None], sin[:, :, None]
     a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, dim=-1)

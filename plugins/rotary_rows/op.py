@@ -8,7 +8,8 @@ from mtpbuild.plugins.definition import Node, define
 
 def empty_places(start: Tensor, inv_freq: Tensor, tokens: int) -> tuple[Tensor, ...]:
     """Return empty tensors like the results."""
-    cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
+    cos = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0])
+    like = torch.empty_like
     return cos, like(cos), like(start), like(start), like(start)
 
 

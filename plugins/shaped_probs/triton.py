@@ -53,7 +53,8 @@ def row_of(
     logits, r, lengths, banned_ids, banned_until, vocab, TOKENS: tl.constexpr, BANNED: tl.constexpr
 ):  # fmt: skip
     """Return row r of the logits, its slot's banned ids, and whether they are banned there."""
-    row, b = logits + r.to(tl.int64) * vocab, r // TOKENS
+    row = logits + r.to(tl.int64) * vocab
+    b = r // TOKENS
     bans, early = row, False
     if banned_ids is not None:
         bans = banned_ids + b * BANNED
@@ -86,7 +87,8 @@ def search_of_row(search, kept, r, sampled, k, limit, vocab, blocks, turn, BLOCK
 
     The last of these turns left its search and what it kept of each block [rows, blocks, TRIED].
     """
-    of, last = search + r * 4, turn - 1
+    of = search + r * 4
+    last = turn - 1
     top, low = tl.load(of + TOP), tl.load(of + LOW).to(tl.int32, bitcast=True)
     wanted, floor = tl.load(of + WANTED), tl.load(of + FLOOR)
     if is_used(sampled, k, limit, vocab, last):
@@ -136,11 +138,15 @@ def try_thresholds(
             tl.store(to + WANTED, wanted)
             tl.store(to + FLOOR, floor)
         if used:
-            n, to = tl.arange(0, TRIED), new_kept + (r * blocks + i) * TRIED
-            shift, same, known = bits_below(turn), turn < 0, 0.0
+            n = tl.arange(0, TRIED)
+            to = new_kept + (r * blocks + i) * TRIED
+            shift = bits_below(turn)
+            same = turn < 0
+            known = 0.0
             if kept is not None:
                 last = (low >> (shift + BITS)) % TRIED  # the threshold of the turn before
-                of, two = kept + (r * blocks + i) * TRIED + last, last < TRIED - 1
+                of = kept + (r * blocks + i) * TRIED + last
+                two = last < TRIED - 1
                 two = two & (turn != TURNS)
                 known = tl.load(of, two, 0.0)
                 same = two & (known == tl.load(of + 1, two, 0.0))
@@ -151,7 +157,8 @@ def try_thresholds(
                     logits, r, lengths, banned_ids, banned_until, vocab, TOKENS, BANNED
                 )
                 least = (low + (n << shift)).to(tl.float32, bitcast=True)
-                least, begin = tl.maximum(floor, least)[:, None], i * BLOCK
+                least = tl.maximum(floor, least)[:, None]
+                begin = i * BLOCK
                 if early:
                     sums = kept_of_block(
                         row, begin, vocab, t, top, True, bans, least, turn, BANNED, BLOCK, PART
@@ -206,8 +213,8 @@ def share_of_block(
     tl.store(to, tl.sum(tl.where(e >= floor, e, 0.0), 0))
     if window is not None:
         draft = draft_of_row(window, b, j, vocab, TOKENS)[0]
-        own = weights_of(row, draft + tl.arange(0, 1), vocab, t, top, early, bans, BANNED)
-        before = ((e > own) | ((e == own) & (v < draft))) & (v < vocab)
+        draft_weight = weights_of(row, draft + tl.arange(0, 1), vocab, t, top, early, bans, BANNED)
+        before = ((e > draft_weight) | ((e == draft_weight) & (v < draft))) & (v < vocab)
         tl.store(to + 1, tl.sum(before.to(tl.float32), 0))
     if i == 0:
         tl.store(laws + r * 2, top)
@@ -254,29 +261,31 @@ def law_launches(logits: Tensor, known: dict[str, Any]) -> tuple[Launch, ...]:
     B, T, V = logits.shape
     bans = {name: known[name] for name in BANS if known[name] is not None}
     best = best_launch(logits, **bans)
-    grid, block = best.grid, vocabulary_block(V)
+    grid = best.grid
+    block = vocabulary_block(V)
     known |= {"logits": logits, "vocab": V, "TOKENS": T, "BLOCK": block, "PART": min(block, PART)}
     known |= {"blocks": grid[1], "BLOCKS": round_up_to_tile(grid[1], 2)}
     known |= {"BANNED": known["banned_ids"].shape[1] if bans else 0}
     known |= {"best": best.outputs[0], "search": None, "kept": None}
-    each = [best]
+    launches = [best]
     for turn in range(2 * TURNS.value):
-        found = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
-        launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, found, warps=8)
-        each.append(launch)
-        known |= {"best": None, "search": found[0], "kept": found[1]}
+        results = logits.new_empty(B * T, 4), logits.new_empty(*grid, TRIED.value)
+        launch = Launch.by_name(try_thresholds, grid, known | {"turn": turn}, results, warps=8)
+        launches.append(launch)
+        known |= {"best": None, "search": results[0], "kept": results[1]}
     laws = logits.new_empty(B * T, 2), logits.new_empty(*grid, 2)
-    each.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
+    launches.append(Launch.by_name(share_of_block, grid, known, laws, warps=8))
     known |= {"best": best.outputs[0], "laws": laws[0], "shares": laws[1]}
-    return tuple(each)
+    return tuple(launches)
 
 
 def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launches:
     """Return the launches of shaped_probs."""
     known: dict[str, Any] = {**name_controls(controls), **dict.fromkeys(("window", *BANS))}
-    each, probs = law_launches(logits, known), torch.empty_like(logits)
-    shape = Launch.by_name(shape_block, each[-1].grid, known, (probs,), warps=8)
-    return Launches((*each, shape), probs)
+    launches = law_launches(logits, known)
+    probs = torch.empty_like(logits)
+    shape = Launch.by_name(shape_block, launches[-1].grid, known, (probs,), warps=8)
+    return Launches((*launches, shape), probs)
 
 
 shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")

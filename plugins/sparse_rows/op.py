@@ -71,9 +71,9 @@ def choose_rows(
 def sort_positions(position: Tensor, there: Tensor, count: int) -> Tensor:
     """Sort the valid positions [.., k] and pad them with `NONE` to `count`."""
     after_all = torch.iinfo(torch.int64).max
-    found = torch.where(there, position, after_all).sort(dim=-1).values
-    found = torch.where(found == after_all, NONE, found)
-    return F.pad(found, (0, count - found.shape[-1]), value=NONE)
+    positions = torch.where(there, position, after_all).sort(dim=-1).values
+    positions = torch.where(positions == after_all, NONE, positions)
+    return F.pad(positions, (0, count - positions.shape[-1]), value=NONE)
 
 
 def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Tensor:
@@ -82,8 +82,9 @@ def chosen_mask(chosen: Tensor, base: Tensor, rows: int, fresh_rows: int) -> Ten
     chosen [B, T, k]: positions; those from base [B] on are fresh rows.
     """
     B, T, _ = chosen.shape
-    start, end = base[:, None, None], rows + fresh_rows
+    start = base[:, None, None]
+    end = rows + fresh_rows
     place = torch.where(chosen < start, chosen, chosen - start + rows)
     place = torch.where(chosen < 0, end, place).clamp(max=end)  # idle slots have any positions
-    found = torch.zeros(B, T, end + 1, dtype=torch.bool, device=chosen.device)
-    return found.scatter(-1, place, True)[..., :end]
+    mask = torch.zeros(B, T, end + 1, dtype=torch.bool, device=chosen.device)
+    return mask.scatter(-1, place, True)[..., :end]

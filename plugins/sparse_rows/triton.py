@@ -74,14 +74,15 @@ def rotated(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Return values d [D] of heads h [H] of a query; the first ROPE values are rotated."""
-    of, turns = q + h[:, None] * SIZE, d < ROPE
+    of = q + h[:, None] * SIZE
+    turns = d < ROPE
     some = (h < HEADS)[:, None]
     pair, other, sign = partner_of(d, ROPE, INTERLEAVED)
-    own = tl.load(of + d[None, :], some & (d < SIZE)[None, :], 0.0)
+    value = tl.load(of + d[None, :], some & (d < SIZE)[None, :], 0.0)
     partner = tl.load(of + other[None, :], some & turns[None, :], 0.0).to(tl.float32)
-    turned = own.to(tl.float32) * tl.load(cos + pair, turns, 1.0)[None, :]
+    turned = value.to(tl.float32) * tl.load(cos + pair, turns, 1.0)[None, :]
     turned += sign[None, :] * partner * tl.load(sin + pair, turns, 0.0)[None, :]
-    return turned.to(own.dtype)
+    return turned.to(value.dtype)
 
 
 @triton.jit
@@ -113,10 +114,12 @@ def best_rows(
     b, t = n // tokens, (n % tokens).to(tl.int32)
     seen = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
     seen += tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
-    own, to, each = scores + n * (capacity + fresh_rows), chosen + n * COUNT, tl.arange(0, BLOCK)
+    row = scores + n * (capacity + fresh_rows)
+    to = chosen + n * COUNT
+    offset = tl.arange(0, BLOCK)
     if seen <= COUNT:
         for begin in range(0, COUNT, BLOCK):
-            place = begin + each
+            place = begin + offset
             tl.store(to + place, tl.where(place < seen, place, -1).to(tl.int64), place < COUNT)
     else:
         border, reached, above = LEAST, seen, 0  # counts: scores >= border, scores > border
@@ -127,7 +130,7 @@ def best_rows(
                 first_reach = tl.zeros((BLOCK,), tl.int32)
                 second_reach, third_reach = first_reach, first_reach
                 for begin in range(0, seen, BLOCK):
-                    score = tl.load(own + begin + each, begin + each < seen, LEAST)
+                    score = tl.load(row + begin + offset, begin + offset < seen, LEAST)
                     first_reach += (score >= one).to(tl.int32)
                     second_reach += (score >= two).to(tl.int32)
                     third_reach += (score >= three).to(tl.int32)
@@ -141,8 +144,8 @@ def best_rows(
                 reached = tl.where(z < COUNT, reached, z)
         room, better_before, tied_before = COUNT - above, 0, 0
         for begin in range(0, seen, BLOCK):
-            place = begin + each
-            score = tl.load(own + place, place < seen, LEAST)
+            place = begin + offset
+            score = tl.load(row + place, place < seen, LEAST)
             better = score > border
             tied = (score == border) & (place < seen)
             both = tl.cumsum(better.to(tl.int32) + (tied.to(tl.int32) << 16), 0)
@@ -169,9 +172,12 @@ def choose_rows_launches(
     rows: rows that a program scores. block: positions that a program of the choice reads together.
     """
     known = bind(choose_rows, operands)
-    q, (B, T, H), count = known["q"], known["weights"].shape, known["count"]
+    q = known["q"]
+    B, T, H = known["weights"].shape
+    count = known["count"]
     S, C = known["cache"].shape[2:]
-    F, size = known["fresh"].shape[2], q.shape[-1] // H
+    F = known["fresh"].shape[2]
+    size = q.shape[-1] // H
     constants = _choose_tiles(size, known["cache"].dtype)
     if rows is not None:
         constants["BLOCK_N"] = rows

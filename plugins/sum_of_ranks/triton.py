@@ -35,23 +35,23 @@ def add_in_order(
     value = tl.arange(0, VALUES)
     kind: tl.constexpr = tl.pointer_type(x.dtype.element_ty)
     there = program * VALUES + value < size
-    given = tl.load(x + program * VALUES + value, there, 0.0)
+    values = tl.load(x + program * VALUES + value, there, 0.0)
     rank = tl.load(peers + RANKS)
-    own = tl.load(peers + rank)
+    memory = tl.load(peers + rank)
     memories = ()
     for r in tl.static_range(RANKS):
         memories += (tl.load(peers + r),)  # type: ignore[assignment]
-    calls = (own + CALLS + 4 * program).to(tl.pointer_type(tl.int32))
+    calls = (memory + CALLS + 4 * program).to(tl.pointer_type(tl.int32))
     call = tl.load(calls) + 1
     block = BLOCKS + (2 * program + (call & 1)) * BYTES
-    tl.store(tl.multiple_of((own + block).to(kind), 16) + value, given, there)
+    tl.store(tl.multiple_of((memory + block).to(kind), 16) + value, values, there)
     tl.debug_barrier()  # all threads have written before one of them signals
     other = tl.arange(0, PLACES)
     told = tl.load(peers + other, other < RANKS, 0) + program * SIGNALS + 4 * rank
     told = told.to(tl.pointer_type(tl.int32))
     news = tl.zeros((PLACES,), tl.int32) + call
     tl.atomic_xchg(told, news, other < RANKS, sem="release", scope="sys")
-    heard = (own + program * SIGNALS + 4 * other).to(tl.pointer_type(tl.int32))
+    heard = (memory + program * SIGNALS + 4 * other).to(tl.pointer_type(tl.int32))
     while behind(heard, call, other < RANKS):
         pass
     tl.debug_barrier()  # no thread reads before all signals have arrived
@@ -82,7 +82,9 @@ def sum_of_ranks_launches(x: Tensor, peers: Tensor) -> Launches:
     size, itemsize = x.numel(), x.element_size()
     if isinstance(size, int) and size * itemsize > MOST:  # symbolic sizes are checked by the caller
         raise NotImplementedError(f"sum_of_ranks takes up to {MOST} bytes, not {size * itemsize}")
-    ranks, values, out = peers.shape[0] - 1, BLOCK // itemsize, x.new_empty(x.shape)
+    ranks = peers.shape[0] - 1
+    values = BLOCK // itemsize
+    out = x.new_empty(x.shape)
     constants = {
         "RANKS": ranks,
         "PLACES": round_up_to_tile(ranks, 2),

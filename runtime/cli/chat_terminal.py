@@ -21,14 +21,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
 from mtpbuild.runtime.cli.conversation import COMMANDS, Conversation
-from mtpbuild.runtime.cli.terminal import (
-    DIM,
-    RESET,
-    colour_draft,
-    has_colour,
-    print_dimmed,
-    summary,
-)
+from mtpbuild.runtime.cli.terminal import colour_draft, dim, has_colour, print_dimmed, summary
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.engine.streams import ChatStream
@@ -112,10 +105,10 @@ def open_history(path: Path) -> History:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-        with path.open("ab"):  # it can be written
-            return FileHistory(path)
+        path.open("ab").close()  # it can be written
     except OSError:
         return InMemoryHistory()
+    return FileHistory(path)
 
 
 def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatResult:
@@ -178,48 +171,42 @@ class AnswerScreen:
     def __init__(self, out: TextIO) -> None:
         self._out, self._colour = out, has_colour(out)
         self._folds = out.isatty() and os.environ.get("TERM") != "dumb"
-        self._thought, self._tokens, self._began = "", 0, 0.0
-        self._thinking, self._empty = False, True
+        self._thought = ""
+        self._tokens = 0  # of the thought
+        self._began: float | None = None  # when the thought did; None: the model doesn't think
+        self._empty = True  # no content was shown
 
     def show(self, spans: Sequence[Span], reasoning_tokens: int = 0) -> None:
         """Show the next spans; reasoning_tokens: of the answer so far."""
         self._tokens = reasoning_tokens
         for span in spans:
             if not self._folds:
-                self._write(span.text)
+                self._out.write(span.text)
             elif span.kind == "content":
                 self._fold()
-                self._show_content(span)
+                text = span.text.lstrip("\n") if self._empty and self._thought else span.text
+                self._empty &= not text
+                self._out.write(colour_draft(text, self._colour and span.from_draft))
             else:
-                self._show_thinking(span.text if span.kind == "reasoning" else "")
-        if self._thinking and self._thought.strip():
-            self._write(CLEAR_LINE + self._dim(self._cut_to_line()))
+                self._began = self._began or time.perf_counter()
+                self._thought += span.text if span.kind == "reasoning" else ""
+        if self._began is not None and self._thought.strip():
+            self._out.write(CLEAR_LINE + dim(self._cut_to_line(), self._colour))
         self._out.flush()
 
     def end(self) -> None:
         """End the answer's last line."""
         self._fold()
-        self._write("\n")
+        self._out.write("\n")
         self._out.flush()
-
-    def _show_thinking(self, text: str) -> None:
-        if not self._thinking:
-            self._thinking, self._began = True, time.perf_counter()
-        self._thought += text
 
     def _fold(self) -> None:
         """End the thought's line with its size, if there is a thought."""
-        if self._thinking and self._thought.strip():
+        if self._began is not None and self._thought.strip():
             size = f"{self._tokens} tokens, {time.perf_counter() - self._began:.1f} s"
             line = f"thought: {size} (/thought shows it)"
-            self._write(CLEAR_LINE + self._dim(line) + "\n")
-        self._thinking = False
-
-    def _show_content(self, span: Span) -> None:
-        text = span.text.lstrip("\n") if self._empty and self._thought else span.text
-        if text:
-            self._empty = False
-            self._write(colour_draft(text, self._colour and span.from_draft))
+            self._out.write(CLEAR_LINE + dim(line, self._colour) + "\n")
+        self._began = None
 
     def _cut_to_line(self) -> str:
         """Return the end of the thought, as far as it fits into a line."""
@@ -228,9 +215,3 @@ class AnswerScreen:
         while cell_len(words) > room:  # some characters take two columns
             words = words[1:]
         return words
-
-    def _dim(self, text: str) -> str:
-        return f"{DIM}{text}{RESET}" if self._colour else text
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)

@@ -1,14 +1,10 @@
 """The engines of this folder: how a name finds one, and what `mtpbuild list` says of each."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
-
-from rich.console import Console, JustifyMethod
-from rich.markup import escape
-from rich.table import Column, Table
 
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
@@ -20,15 +16,12 @@ from mtpbuild.runtime.contract.manifest import (
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, MtpbuildError, UsageError
 from mtpbuild.runtime.files import read_json
+from mtpbuild.runtime.tables import print_lines, print_table
 
 # Of a model; True: without asking. The tuple names the rules of other packages that it must have.
 MakeEngine: TypeAlias = Callable[[str, bool, tuple[str, ...]], Path]
 ENGINES = Path("engines")  # of the current folder, where `mtpbuild build` puts them
-COLUMNS: tuple[tuple[str, JustifyMethod], ...] = (  # of `mtpbuild list`; the last go first
-    *((name, "left") for name in ("engine", "model", "nextn", "weights")),
-    *(("size", "right"), ("context", "right"), ("last use", "left")),
-)
-WIDEST = 10_000  # columns of what is no terminal
+COLUMNS = ("engine", "model", "nextn", "weights", "size", "context", "last use")
 
 
 @dataclass(frozen=True)
@@ -69,10 +62,10 @@ def choose_engine(
     """
     if (model is None) == (engine is None):
         raise UsageError("name one engine or model: mtpbuild run MODEL, or --engine FOLDER")
-    found = find_engine(Path(model or "") if engine is None else engine)
-    known = (found / MANIFEST).is_file() or ENGINES in found.parents
+    folder = find_engine(Path(model or "") if engine is None else engine)
+    known = (folder / MANIFEST).is_file() or ENGINES in folder.parents
     if model is None or make_engine is None or known:
-        return found
+        return folder
     rules = () if acceptance is None or acceptance in BUILT_IN else (acceptance,)
     return make_engine(model, yes, rules)
 
@@ -109,45 +102,32 @@ def _count_bytes(folder: Path, manifest: Manifest) -> int:
     for name, spec in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != spec.size:
-            raise EngineFileError(f"{path}: it is missing or not whole")
+            raise EngineFileError(f"{path} is missing or not whole")
     return sum(spec.size for spec in manifest.files.values())
 
 
-def print_engine_list(engines: Iterable[ListedEngine], console: Console | None = None) -> None:
-    """Print a line per engine; a narrow terminal gets fewer columns, and whole names."""
-    console = console or Console(highlight=False)
-    found = list(engines)
-    whole = [e for e in found if e.fault is None]
-    # Text that is piped on has no width.
-    options = console.options.update(max_width=WIDEST)
-    width = console.width if console.is_terminal else WIDEST
-    for count in range(len(COLUMNS), 0, -1):
-        table = Table(*(Column(name, no_wrap=True, justify=j) for name, j in COLUMNS[:count]))
-        for each in whole:
-            table.add_row(*_format_cells(each)[:count])
-        if (needed := console.measure(table, options=options).maximum) <= width:
-            break
-    if whole:
-        console.width = max(width, needed)  # else the name alone may be cut
-        console.print(table, soft_wrap=True)
-    for e in found:
-        if e.fault is not None:
-            line = f"{escape(e.name)}: [red]broken[/red]: {escape(e.fault)}"
-            console.print(line, soft_wrap=True)
-
-
-def _format_cells(e: ListedEngine) -> list[str]:
-    size, used = f"{(e.size or 0) / 1e6:,.1f} MB", describe_time(e.last_use or 0)
-    return [e.name, str(e.model), str(e.nextn), str(e.weights), size, f"{e.context:,}", used]
+def print_engine_list(engines: Sequence[ListedEngine]) -> None:
+    """Print a line per engine."""
+    rows = [
+        (
+            *(e.name, str(e.model), str(e.nextn), str(e.weights)),
+            *(f"{(e.size or 0) / 1e6:,.1f} MB", f"{e.context:,}", describe_time(e.last_use or 0)),
+        )
+        for e in engines
+        if e.fault is None
+    ]
+    if rows:
+        print_table([COLUMNS, *rows], texts=("model", "weights"))
+    print_lines(*(f"{e.name}: broken: {e.fault}" for e in engines if e.fault is not None))
 
 
 def describe_time(then: float, now: float | None = None) -> str:
     """Say how long ago a time was."""
     seconds = (time.time() if now is None else now) - then
-    units = (("day", 86_400), ("hour", 3_600), ("minute", 60))
-    name, unit = next((each for each in units if seconds >= each[1]), ("minute", 60))
-    count = int(seconds // unit)
-    return f"{count} {name}{'' if count == 1 else 's'} ago" if count > 0 else "now"
+    for name, unit in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if count := int(max(seconds, 0) // unit):
+            return f"{count} {name}{'' if count == 1 else 's'} ago"
+    return "now"
 
 
 def find_removable(name: Path) -> Path:
@@ -194,7 +174,9 @@ def _list_files(folder: Path) -> set[Path]:
                 files |= {place / name for name in names if ".." not in name.parts}
         except (OSError, ValueError, TypeError, KeyError):
             if place == folder:
-                what = f"{MANIFEST} does not say which files are the engine's"
-                raise EngineFormatError(f"{folder}: {what}: remove the folder yourself") from None
+                raise EngineFormatError(
+                    f"{place / MANIFEST} does not say which files are the engine's: remove the "
+                    "folder yourself"
+                ) from None
     root = folder.resolve()
     return {path for path in files if path.parent.resolve().is_relative_to(root)}

@@ -3,11 +3,11 @@
 The command line reads underscores in flags as dashes, so older spellings work as well.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 import typer
 
@@ -33,9 +33,8 @@ from mtpbuild.runtime.configuration.settings import (
 from mtpbuild.runtime.configuration.tables import MTP
 from mtpbuild.runtime.contract.drafters import check_offered
 from mtpbuild.runtime.contract.rules import all_rules
-from mtpbuild.runtime.contract.settings import Setting
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.flag_groups import drafts_flag, flag, name_flag
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, SamplingParams, to_params_fields
 
 if TYPE_CHECKING:
@@ -47,42 +46,41 @@ HINTS = get_type_hints(SamplingParams)
 RELAXED_FLAGS = ("relaxed_topk", "relaxed_delta")
 
 
-def make_flag_field(name: str, hint: Any, setting: Setting) -> Field:
-    """Return the field of a flag; numbers keep their default, other types default to None."""
-    default = DEFAULTS[name]
-    if isinstance(default, int | float):
-        return name, hint, flag(default, setting.help)
-    if default == ():
-        hint = list[str] | None
-    elif setting.parse or isinstance(default, str):
-        hint = str | None
-    return name, hint, flag(None, setting.help)
+def list_setting_fields(everywhere: bool) -> Iterator[Field]:
+    """Yield the fields of the flags for all commands, or of those for `run` alone.
+
+    Numbers keep their default, other types default to None.
+    """
+    for name, setting in SETTINGS.items():
+        if not setting.help or name in RELAXED_FLAGS or setting.everywhere is not everywhere:
+            continue
+        hint, default = HINTS[name], DEFAULTS[name]
+        if not isinstance(default, int | float):
+            is_text = setting.parse or isinstance(default, str)
+            hint = list[str] | None if default == () else str | None if is_text else hint
+            default = None
+        yield name, hint, flag(default, setting.help, panel=setting.panel)
 
 
-def make_flag_fields(everywhere: bool) -> list[Field]:
-    """Return the fields of the flags for all commands, or of those for `run` alone."""
-    shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED_FLAGS}
-    return [make_flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
-
-
-def make_rule_fields() -> list[Field]:
-    """Return the fields of the settings of acceptance rules."""
-    return [
-        (name, get_type_hints(rule.settings)[name] | None, flag(None, setting.help))
-        for rule in all_rules()
-        for name, setting in rule.declarations.items()
-    ]
+def list_rule_fields() -> Iterator[Field]:
+    """Yield the fields of the settings of acceptance rules."""
+    for rule in all_rules():
+        hints = get_type_hints(rule.settings)
+        for name, setting in rule.declarations.items():
+            yield name, hints[name] | None, drafts_flag(None, setting.help)
 
 
 make_group: Any = partial(make_dataclass, frozen=True, kw_only=True)
-SHARED = [*make_flag_fields(everywhere=True), *make_rule_fields()]
+SHARED = [*list_setting_fields(everywhere=True), *list_rule_fields()]
 SamplingFlags: Any = make_group("SamplingFlags", SHARED)
-RunFlags: Any = make_group("RunFlags", [*SHARED, *make_flag_fields(everywhere=False)])
+RunFlags: Any = make_group("RunFlags", [*SHARED, *list_setting_fields(everywhere=False)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompatFlags:
     """A configuration under vLLM's or TensorRT-LLM's names."""
+
+    PANEL: ClassVar = "Other programs' names"
 
     speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
     config: Path | None = flag(
@@ -99,11 +97,17 @@ class CompatFlags:
 RelaxedFlags: Any = make_group(
     "RelaxedFlags",
     [
-        (SWITCH, bool, flag(False, "Accept near misses within <think> (docs/configuration.md).")),
-        *((name, HINTS[name] | None, flag(None, SETTINGS[name].help)) for name in RELAXED_FLAGS),
+        (
+            SWITCH,
+            bool,
+            drafts_flag(False, "Accept near misses within <think> (docs/configuration.md)."),
+        ),
+        *(
+            (name, HINTS[name] | None, drafts_flag(None, SETTINGS[name].help))
+            for name in RELAXED_FLAGS
+        ),
     ],
 )
-UNRELAXED = RelaxedFlags()
 
 # A field of the groups -> the setting that it gives.
 FIELDS = {
@@ -114,7 +118,7 @@ FIELDS = {
 
 def read_flags(
     compat: CompatFlags,
-    relaxed: RelaxedFlags = UNRELAXED,
+    relaxed: Any = None,
     *,
     also: Iterable[Given] = (),
     nextn: tuple[int | str, ...] | None = None,
@@ -122,29 +126,30 @@ def read_flags(
 ) -> dict[str, Any]:
     """Join the flags' settings with those of a command, and print notes to standard error.
 
-    also, nextn, drafter: the settings that the command's own flags give. Raises UsageError for a
-    value that is wrong, contradictory or not supported by this version.
+    relaxed: `RelaxedFlags`, of a command that has them. also, nextn, drafter: the settings that the
+    command's own flags give. Raises UsageError for a value that is wrong, contradictory or not
+    supported by this version.
     """
     check_offered(drafter)
     if compat.spec_decode_algo is not None:
         join(check_method(compat.spec_decode_algo, MTP, "--spec-decode-algo"))
-    given: list[Given] = [("drafter", "--drafter", drafter), *also]
-    typed = vars(compat) | vars(relaxed)
+    values: list[Given] = [("drafter", "--drafter", drafter), *also]
+    typed = vars(compat) | (vars(relaxed) if relaxed else {})
     for name, setting in FIELDS.items():
-        if typed[name] is not None and typed[name] is not False:
+        if typed.get(name) is not None and typed[name] is not False:
             source = name_flag(name)
-            given.append((setting, source, checked(CHECKS[setting], typed[name], source)))
-    if (relaxed.relaxed_topk or 1) > 1:  # the number alone switches relaxed acceptance on
-        given.append((SWITCH, "--relaxed-topk", True))
+            values.append((setting, source, checked(CHECKS[setting], typed[name], source)))
+    if (typed.get("relaxed_topk") or 1) > 1:  # the number alone switches relaxed acceptance on
+        values.append((SWITCH, "--relaxed-topk", True))
     if compat.speculative_config is not None:
-        given += name_source(parse_speculative_config(compat.speculative_config), VLLM_FLAG)
+        values += name_source(parse_speculative_config(compat.speculative_config), VLLM_FLAG)
     if compat.config is not None:
-        given += name_source(parse_llm_yaml(compat.config), f"{YAML_FLAG} {compat.config}")
+        values += name_source(parse_llm_yaml(compat.config), f"{YAML_FLAG} {compat.config}")
     if nextn is not None:
         numbers = ",".join(map(str, dict.fromkeys(nextn)))
-        others = [each for each in given if each[0] == "nextn" and each[2] is not None]
-        join([("nextn", "--nextn", numbers), *((n, src, str(value)) for n, src, value in others)])
-    settings = join(given)
+        others = [(name, source, str(n)) for name, source, n in values if name == "nextn"]
+        join([("nextn", "--nextn", numbers), *others])
+    settings = join(values)
     for note in (*settings.get(NOTES, ()), *list_relaxed_notes(settings)):
         typer.echo(f"note: {note}", err=True)
     return settings
@@ -162,17 +167,12 @@ def make_sampling_params(
         parse = SETTINGS[name].parse
         if parse and isinstance(value, str):
             typed[name] = parse(name_flag(name), value)
-    asked = read_sampling_settings(settings)
+    joined = read_sampling_settings(settings)
     for name, wanted in typed.items():
-        if (configured := asked.setdefault(name, wanted)) != wanted:
+        if (configured := joined.setdefault(name, wanted)) != wanted:
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {configured}"
             raise UsageError(f"{name_flag(name)} {wanted} contradicts the configuration's {by}")
-    params = SamplingParams(**asked)
+    params = SamplingParams(**joined)
     if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:
         typer.echo(f"note: {GREEDY_REJECTION}", err=True)
     return params
-
-
-def name_flag(name: str) -> str:
-    """Return a setting's name as a flag."""
-    return "--" + name.replace("_", "-")

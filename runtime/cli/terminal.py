@@ -10,9 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.table import Table
-
 from mtpbuild.runtime.configuration.input_file import generate_all, read_requests
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, PREFIXES, Manifest, list_ranks_here
@@ -21,13 +18,12 @@ from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.prefix_cache.cache import count_saved_bytes
 from mtpbuild.runtime.prefix_cache.files import list_prefix_names
-from mtpbuild.runtime.requests.request import Chunk, Observer, Result
+from mtpbuild.runtime.requests.request import Observer, Result
 from mtpbuild.runtime.sampling.params import SamplingParams
+from mtpbuild.runtime.tables import print_facts, print_lines, print_table
 from mtpbuild.runtime.trace.recorder import Trace
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-
-
 SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are not the model's"
 
 
@@ -93,9 +89,14 @@ def stream_answer(
     colour = has_colour(sys.stdout)
     with engine.stream(prompt, params, observer=observer) as stream:
         if echo and colour and isinstance(prompt, str):
-            print(f"{DIM}{prompt}{RESET}", end="")
+            print(dim(prompt, colour), end="")
         for chunk in stream:
-            print(_colour_drafts(engine, chunk, colour), end="", flush=True)
+            # Without a tokenizer a chunk has no spans: its ids are shown.
+            ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
+            spans = ((span.text, span.from_draft) for span in chunk.spans)
+            parts = spans if engine.tokenizer else ids
+            text = "".join(colour_draft(part, colour and draft) for part, draft in parts)
+            print(text, end="", flush=True)
         print(flush=True)
         result = stream.result()
     print_dimmed(summary(result))
@@ -104,33 +105,35 @@ def stream_answer(
 
 def print_dimmed(line: str) -> None:
     """Print a line to standard error, dimmed on a terminal."""
-    print(f"{DIM}{line}{RESET}" if has_colour(sys.stderr) else line, file=sys.stderr)
+    print(dim(line, has_colour(sys.stderr)), file=sys.stderr)
+
+
+def dim(text: str, colour: bool) -> str:
+    """Return a text dimmed, if colours are shown."""
+    return f"{DIM}{text}{RESET}" if colour else text
 
 
 def describe(folder: Path, manifest: Manifest) -> None:
     """Print the manifest as tables."""
-    console = Console(highlight=False)
-    facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
-    for fact in _list_facts(folder, manifest):
-        facts.add_row(*fact)
+    print_lines(str(folder))
+    print_facts(_list_facts(folder, manifest))
     state = {s.name for s in manifest.state}
-    programs = Table("program", "inputs", "outputs", "state")
+    programs = [("program", "inputs", "outputs", "state")]
     for name, program in manifest.programs.items():
-        tensors = (
+        inputs, outputs = (
             "\n".join(
-                f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]"
-                for t in given
+                f"{t.name} {t.dtype}[{','.join(map(str, t.shape))}]"
+                for t in tensors
                 if t.name.removesuffix(".out") not in state
             )
-            for given in (program.inputs, program.outputs)
+            for tensors in (program.inputs, program.outputs)
         )
         carried = _shorten_series(t.name for t in program.inputs if t.name in state)
-        programs.add_row(name, *tensors, "\n".join(carried))
-    files = Table("file", "bytes", "sha256")
-    for name, file in sorted(manifest.files.items()):
-        files.add_row(name, f"{file.size:,}", file.sha256[:16])
-    for table in (facts, programs, files):
-        console.print(table)
+        programs.append((name, inputs, outputs, "\n".join(carried)))
+    print_table(programs, texts=("inputs", "outputs", "state"))
+    files = sorted(manifest.files.items())
+    rows = [(name, f"{file.size:,}", file.sha256[:16]) for name, file in files]
+    print_table([("file", "bytes", "sha256"), *rows])
 
 
 def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -180,7 +183,10 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     capabilities = manifest.capabilities.items()
     yield "capabilities", ", ".join(f"{name}: {' '.join(each)}" for name, each in capabilities)
     if build.packages:
-        yield "packages", ", ".join(f"{name} of {own}" for name, own in build.packages.items())
+        yield (
+            "packages",
+            ", ".join(f"{name} of {package}" for name, package in build.packages.items()),
+        )
     yield "built by", f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}"
     size = sum(file.size for file in manifest.files.values())
     checked = "bytes" if size <= HASH_LIMIT else "sizes"
@@ -194,17 +200,9 @@ def _shorten_series(names: Iterable[str]) -> Iterator[str]:
         yield f"{first} .. {rest[-1]}" if rest else first
 
 
-def _colour_drafts(engine: Engine, chunk: Chunk, colour: bool) -> str:
-    """Return a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
-    ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
-    own = ((span.text, span.from_draft) for span in chunk.spans)
-    spans: Iterable[tuple[str, bool]] = own if engine.tokenizer else ids
-    return "".join(colour_draft(text, colour and draft) for text, draft in spans)
-
-
 def colour_draft(text: str, draft: bool) -> str:
     """Return a text in green if it is an accepted draft's."""
-    return f"{GREEN}{text}{RESET}" if draft else text
+    return f"{GREEN}{text}{RESET}" if draft and text else text
 
 
 def has_colour(stream: TextIO) -> bool:

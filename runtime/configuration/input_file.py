@@ -145,8 +145,8 @@ class InputLine(PromptLine):
             raise ValueError(f"{' and '.join(lengths)} are the same: give one")
         settings = {name: value for name, value in raw.items() if name in list_http_settings()}
         rest = {n: v for n, v in raw.items() if n not in (*settings, *LENGTHS)}
-        most = next(iter(lengths.values()), None)
-        return rest | {"output_tokens": most, "settings": settings}
+        max_tokens = next(iter(lengths.values()), None)
+        return rest | {"output_tokens": max_tokens, "settings": settings}
 
 
 def _convert_batch_line(line: dict[str, Any]) -> dict[str, Any]:
@@ -163,10 +163,10 @@ def _convert_batch_line(line: dict[str, Any]) -> dict[str, Any]:
     if BATCH_PROMPTS[url] not in body or "task_id" in body:
         raise ValueError(f"body: {url} has {BATCH_PROMPTS[url]}, and no task_id")
     given = {n: value for n, value in body.items() if value is not None}
-    found = {n: value for n, value in given.items() if json.dumps(value) != DONE.get(n)}
-    if isinstance(found.get("prompt"), list):
-        found["input_ids"] = found.pop("prompt")
-    return found | {"task_id": name}
+    fields = {n: value for n, value in given.items() if json.dumps(value) != DONE.get(n)}
+    if isinstance(fields.get("prompt"), list):
+        fields["input_ids"] = fields.pop("prompt")
+    return fields | {"task_id": name}
 
 
 @dataclass(frozen=True, slots=True)

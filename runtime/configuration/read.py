@@ -18,7 +18,7 @@ from mtpbuild.runtime.configuration.settings import (
     join,
     shorten,
 )
-from mtpbuild.runtime.errors import UsageError, advise_needing
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
 COUNTS = ("num_speculative_tokens", "num-speculative-tokens")  # vLLM's, not TensorRT-LLM's
@@ -27,9 +27,9 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 
 def parse_speculative_config(text: str) -> dict[str, Any]:
     """Read vLLM's JSON object; a UsageError names a wrong key and what its value must be."""
-    found = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
-    check_synthetic_settings(found, VLLM_FLAG)
-    return found
+    settings = join(read_keys(_read_json(text, VLLM_FLAG), tables.VLLM, VLLM_FLAG))
+    check_synthetic_settings(settings, VLLM_FLAG)
+    return settings
 
 
 def parse_llm_yaml(path: Path) -> dict[str, Any]:
@@ -38,9 +38,9 @@ def parse_llm_yaml(path: Path) -> dict[str, Any]:
     A UsageError names a wrong key and what its value must be.
     """
     where = f"{YAML_FLAG} {path}"
-    found = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
-    check_synthetic_settings(found, where)
-    return found
+    settings = join(read_keys(_read_yaml(path, where), tables.TRTLLM, where))
+    check_synthetic_settings(settings, where)
+    return settings
 
 
 def _read_json(text: str, where: str) -> object:
@@ -63,7 +63,7 @@ def _read_json(text: str, where: str) -> object:
 
 def _read_yaml(path: Path, where: str) -> object:
     """Read a YAML file of plain values; refuse duplicate keys in its two upper levels."""
-    with advise_needing(f"{where}: needs", "yaml"):
+    with explain_missing_package(f"{where}", "yaml"):
         import yaml
     try:
         text = path.read_text(encoding="utf-8")
@@ -126,8 +126,8 @@ def read_keys(raw: object, table: tables.Table, where: str) -> Iterator[Given]:
             yield from read_keys(value, known, name) if value is not None else ()
         elif not known.setting and not known.refused:
             for part, inner in value.items() if isinstance(value, dict) else [("", value)]:
-                if own := known.inside.get(str(part).replace("-", "_")):
-                    yield from read_value(inner, own, f"{name}: {part}".removesuffix(": "))
+                if nested := known.inside.get(str(part).replace("-", "_")):
+                    yield from read_value(inner, nested, f"{name}: {part}".removesuffix(": "))
             yield NOTES, name, (f"{name}: no effect{known.instead and f'; {known.instead}'}",)
         else:
             yield from read_value(value, known, name)

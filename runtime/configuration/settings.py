@@ -76,8 +76,8 @@ def read_sampling_settings(settings: Configuration) -> dict[str, Any]:
     Values of relaxed acceptance count only if it is switched on, as in TensorRT-LLM.
     """
     idle = () if settings.get(SWITCH) else RELAXED
-    found = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
-    return found | ({"acceptance": "rejection"} if "rejection_sample_method" in found else {})
+    values = {n: value for n, value in settings.items() if n in SETTINGS and n not in idle}
+    return values | ({"acceptance": "rejection"} if "rejection_sample_method" in values else {})
 
 
 def read_requested_ranks(settings: Configuration) -> Ranks:
@@ -101,10 +101,10 @@ def check_engine(settings: Configuration, build: "BuildInfo") -> None:
         wanted, has = settings.get(name), built[name]
         if wanted in (None, has) or (name == "drafter" and has is None):
             continue
-        own = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
+        other = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
         raise UsageError(
             f"the configuration asks for {name} {shorten(wanted)}, the engine was built with "
-            f"{name} {shorten(has)}: leave it out, or build {own or 'another engine'}"
+            f"{name} {shorten(has)}: leave it out, or build {other or 'another engine'}"
         )
 
 

@@ -38,27 +38,27 @@ def check_form(kind: str, text: str) -> None:
 
 
 def _check_schemas(schemas: list[Any]) -> None:
-    objects = [each for schema in schemas for each in _walk_objects(schema)]
+    objects = [entry for schema in schemas for entry in _walk_objects(schema)]
     named, matched = (
-        [each[name] for each in objects if isinstance(each.get(name), dict)]
+        [entry[name] for entry in objects if isinstance(entry.get(name), dict)]
         for name in ("properties", "patternProperties")
     )
     _check_squares("properties", map(len, named), MOST_PROPERTIES)
-    patterns = [each["pattern"] for each in objects if isinstance(each.get("pattern"), str)]
-    patterns += [pattern for each in matched for pattern in each]
+    patterns = [entry["pattern"] for entry in objects if isinstance(entry.get("pattern"), str)]
+    patterns += [pattern for entry in matched for pattern in entry]
     _check_squares("characters of patterns", map(len, patterns), LONGEST_PATTERN)
 
 
 def _split_schemas(grammar: str) -> tuple[str, list[Any]]:
     """Return a Lark grammar without its JSON schemas, and the schemas."""
     rest, schemas, begin = list[str](), list[Any](), 0
-    while found := SCHEMA.search(grammar, begin):
-        rest.append(grammar[begin : found.end()])
+    while match := SCHEMA.search(grammar, begin):
+        rest.append(grammar[begin : match.end()])
         try:
-            schema, begin = json.JSONDecoder().raw_decode(grammar, found.end())
+            schema, begin = json.JSONDecoder().raw_decode(grammar, match.end())
             schemas.append(schema)
         except (ValueError, RecursionError):
-            begin = found.end()
+            begin = match.end()
     return "".join([*rest, grammar[begin:]]), schemas
 
 
@@ -81,14 +81,14 @@ def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
             pending += value
 
 
-def _check_limit(what: str, found: int, most: int) -> None:
-    if found > most:
-        raise RequestError(f"structured_outputs: {found} {what}, at most {most} are compiled")
+def _check_limit(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"structured_outputs: {count} {what}, at most {limit} are compiled")
 
 
-def _check_squares(what: str, sizes: Iterable[int], most: int) -> None:
-    each = list(sizes)
-    if sum(size**2 for size in each) > most**2:
+def _check_squares(what: str, sizes: Iterable[int], limit: int) -> None:
+    counts = list(sizes)
+    if sum(size**2 for size in counts) > limit**2:
         raise RequestError(
-            f"structured_outputs: {sum(each)} {what}, at most {most} are compiled in one place"
+            f"structured_outputs: {sum(counts)} {what}, at most {limit} are compiled in one place"
         )

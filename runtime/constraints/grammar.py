@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint, Words
 from mtpbuild.runtime.contract.targets import list_targets_with
-from mtpbuild.runtime.errors import RequestError, advise_needing
+from mtpbuild.runtime.errors import RequestError, explain_missing_package
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -206,7 +206,7 @@ class Grammars:
             )
 
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
-        with advise_needing("structured_outputs need", "serve"):
+        with explain_missing_package("a request with structured_outputs", "serve"):
             import llguidance
         if self._vocabulary is None:
             assert self._tokenizer is not None
@@ -253,13 +253,13 @@ def _write_source(form: StructuredOutputs) -> str:
     """Return the form in llguidance's format; raise RequestError if it is too large or invalid."""
     from llguidance import GrammarFormat, LLMatcher, grammar_from
 
-    given: dict[GrammarFormat, object] = {
+    forms: dict[GrammarFormat, object] = {
         "json": '{"type": "object"}' if form.json_object else form.json,
         "regex": form.regex,
         "choice": None if form.choice is None else dumps(form.choice),
         "grammar": form.grammar,
     }
-    ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
+    ((kind, text),) = ((kind, text) for kind, text in forms.items() if text is not None)
     assert isinstance(text, str)
     check_form(kind, text)
     try:

@@ -2,35 +2,27 @@
 
 import re
 
-LABEL = "[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"
-HOST = rf"{LABEL}(?:\.{LABEL})*"
-ATOM = r"[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
-DATE = (
-    "(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
-    "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
-    "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
-)
-ZONE = "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-TIME = rf"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,6}})?{ZONE}"
+LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"  # years
+YEAR = "^0{0,3}[1-9]"  # no year 0
+DAY = rf"^(?:.{{5}}(?:0[^2]|1.|02-(?:[01].|2[0-8]))|{LEAP}-02-29)"  # of months that are right
+SECOND = r"[0-5].(?:\.[0-9]{1,6})?[Z+-]"  # no leap second
 POINTER = "(?:/(?:[^/~]|~[01])*)*"
-# FORMATS has the formats that are enforced, and maps each to the format to use; other formats are
-# annotations. PATTERNS replaces llguidance's own patterns; all patterns of a format must match.
-PATTERNS = {
-    "date": [f"^{DATE}$"],
-    "time": [f"^{TIME}$"],
-    "date-time": [f"^{DATE}T{TIME}$"],
-    "hostname": [f"^{HOST}$", r"^[^.]{1,63}(?:\.[^.]{1,63})*$", "^.{1,253}$"],
-    "email": [rf"^{ATOM}(?:\.{ATOM})*@{HOST}$", r"^[^@]{1,64}@[^.]{1,63}(?:\.[^.]{1,63})*$"],
-    "json-pointer": [f"^{POINTER}$"],
-    "relative-json-pointer": [f"^(?:0|[1-9][0-9]{{0,8}})(?:#|{POINTER})$"],
+# The formats that are enforced; others are annotations. Each maps to llguidance's format, if it has
+# one, and to the patterns that must match as well, as its own let through more.
+FORMATS: dict[str, tuple[str | None, list[str]]] = {
+    "date": ("date", [YEAR, DAY]),
+    "time": ("time", [f"^.{{6}}{SECOND}"]),
+    "date-time": ("date-time", [YEAR, DAY, f"^.{{10}}T.{{6}}{SECOND}"]),
+    "hostname": ("hostname", ["^.{1,253}$"]),
+    "email": ("email", [r"^[^@]{1,64}@[^.\[]{1,63}(?:\.[^.]{1,63})*$"]),
+    "json-pointer": (None, [f"^{POINTER}$"]),
+    "relative-json-pointer": (None, [f"^(?:0|[1-9][0-9]{{0,8}})(?:#|{POINTER})$"]),
+    **{name: (name, []) for name in ("ipv4", "ipv6", "uuid", "uri", "duration")},
 }
-FORMATS = {name: name for name in ("ipv4", "ipv6", "uuid", "uri", "duration", *PATTERNS)} | {
-    "idn-email": "email",
-    "idn-hostname": "hostname",
-    "uri-reference": "uri",
-    "iri": "uri",
-    "iri-reference": "uri",
+FORMATS |= {
+    "idn-email": FORMATS["email"],
+    "idn-hostname": FORMATS["hostname"],
+    **dict.fromkeys(("uri-reference", "iri", "iri-reference"), FORMATS["uri"]),
 }
 SPACE = r"\t-\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 CLASSES = {"d": "0-9", "w": "0-9a-zA-Z_", "s": SPACE}
@@ -98,17 +90,17 @@ def _read_escape(pattern: str, at: int) -> tuple[str, int | None, int]:
     if char.lower() in CLASSES and char:
         members = CLASSES[char.lower()]
         return (f"[{members}]" if char.islower() else f"[^\\x00{members}]"), None, at + 1
-    if found := PROPERTY.match(pattern, at):
-        return f"[\\{found[0]}&&[^\\x00]]", None, found.end()
-    if found := CODE.match(pattern, at):
-        long, high, low, four, two, control = found.groups()
+    if match := PROPERTY.match(pattern, at):
+        return f"[\\{match[0]}&&[^\\x00]]", None, match.end()
+    if match := CODE.match(pattern, at):
+        long, high, low, four, two, control = match.groups()
         if control:
             code = ord(control) % 32
         elif high:
             code = 0x10000 + ((int(high, 16) & 0x3FF) << 10) + (int(low, 16) & 0x3FF)
         else:
             code = int(long or four or two, 16)
-        return _write_char(code), code, found.end()
+        return _write_char(code), code, match.end()
     if char in CONTROLS:
         return _write_char(CONTROLS[char]), CONTROLS[char], at + 1
     if char and not char.isalnum():

@@ -17,20 +17,9 @@ from mtpbuild.runtime.constraints.json_schema import (
 EXACT = 2**53
 BOUNDS = ("minimum", "maximum")
 DEFINITIONS = ("$defs", "definitions")
-OPTIONS = "x-guidance"
+SHARED = {*DEFINITIONS, "x-guidance"}
 OBJECT = {"properties", "required", "additionalProperties"}
-MOST_ITEMS = 10_000
-EXPECTED: dict[str, Any] = {
-    "$ref": str,
-    "anyOf": list,
-    "enum": list,
-    "maxItems": int,
-    "maximum": int | float,
-    "minItems": int,
-    "minimum": int | float,
-    "properties": dict,
-    "required": list,
-}
+MAX_ITEMS = 10_000
 
 
 def has_large_numbers(schema: Json) -> bool:
@@ -43,7 +32,13 @@ def write_json_rules(schema: Json, name: str) -> str:
 
     Raises ValueError if a number cannot be followed exactly.
     """
+    from llguidance import LLMatcher
+
     rules = _Rules(schema, name)
+    if rules.has_large(schema):  # llguidance checks the types of its keywords
+        grammar = LLMatcher.grammar_from_json_schema(dumps(_clamp(schema)))
+        if error := LLMatcher.validate_grammar(grammar):
+            raise ValueError(error)
     value = rules.value(schema)
     return "\n".join([f"{name}: {value}", *rules.lines])
 
@@ -60,8 +55,7 @@ class _Rules:
         """Return an expression that matches the values that fit a schema."""
         if not self.has_large(schema):
             return f"%json {dumps(self._with_definitions(schema))}"
-        _check_types(schema)
-        keys = schema.keys() - ANNOTATIONS - {OPTIONS, *DEFINITIONS}
+        keys = schema.keys() - ANNOTATIONS - SHARED
         if keys == {"$ref"}:
             return self._match_reference(schema["$ref"])
         if keys <= {"const", "type"} or keys <= {"enum", "type"}:
@@ -101,9 +95,9 @@ class _Rules:
 
     def _with_definitions(self, schema: Any) -> Json:
         """Return a schema together with the definitions that it may refer to."""
-        own = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
-        shared = {key: self._root[key] for key in (*DEFINITIONS, OPTIONS) if key in self._root}
-        return {**shared, **own}
+        if not isinstance(schema, dict):
+            schema = {} if schema else {"enum": []}
+        return {key: self._root[key] for key in SHARED if key in self._root} | schema
 
     def _match_reference(self, reference: str) -> str:
         if reference not in self._names:
@@ -128,9 +122,9 @@ class _Rules:
     def _match_number(self, schema: Json) -> str:
         """Return an expression for the integers in the bounds, and for fractions up to 2^53."""
         low, high = (schema.get(bound) for bound in BOUNDS)
-        least = None if low is None else math.ceil(low)
-        most = None if high is None else math.floor(high)
-        integer = f"/{match_integers(least, most)}/"
+        low = None if low is None else math.ceil(low)
+        high = None if high is None else math.floor(high)
+        integer = f"/{match_integers(low, high)}/"
         with contextlib.suppress(ValueError):
             if schema["type"] == "number":
                 narrowed = _narrow_bounds(self._with_definitions(schema), set())
@@ -155,43 +149,42 @@ class _Rules:
         return rule
 
     def _match_array(self, schema: Json) -> str:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if most is not None and least > most:
-            raise ValueError(f"minItems ({least}) is greater than maxItems ({most})")
-        if max(least, most or 0) > MOST_ITEMS:
-            raise ValueError(f"more than {MOST_ITEMS} items with numbers beyond 2^53")
+        low = schema.get("minItems", 0)
+        high = schema.get("maxItems")
+        if max(low, high or 0) > MAX_ITEMS:
+            raise ValueError(f"more than {MAX_ITEMS} items with numbers beyond 2^53")
         item = self._add_rule(self.value(schema.get("items", True)))
-        more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else max(most - 1, 0)}}}'
-        some = "" if most == 0 else f"({item} {more}){'' if least else '?'}"
-        return f'"[" {some} "]"'
+        others = f'("," {item}){{{max(low - 1, 0)},{"" if high is None else max(high - 1, 0)}}}'
+        items = "" if high == 0 else f"({item} {others}){'' if low else '?'}"
+        return f'"[" {items} "]"'
 
 
-def match_integers(least: int | None, most: int | None) -> str:
-    """Return a pattern of the integers from `least` to `most`; None: no bound."""
-    if least is not None and most is not None and least > most:
-        raise ValueError(f"no whole number is between {least} and {most}")
+def match_integers(low: int | None, high: int | None) -> str:
+    """Return a pattern of the integers from `low` to `high`; None: no bound."""
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"no whole number is between {low} and {high}")
     parts = []
-    if least is None or least < 0:
-        high = -1 if most is None or most >= 0 else most
-        parts.append(f"-(?:{_match_digits(-high, None if least is None else -least)})")
-    if most is None or most >= 0:
-        parts.append(_match_digits(max(least or 0, 0), most))
+    if low is None or low < 0:
+        smallest = 1 if high is None or high >= 0 else -high
+        parts.append(f"-(?:{_match_digits(smallest, None if low is None else -low)})")
+    if high is None or high >= 0:
+        parts.append(_match_digits(max(low or 0, 0), high))
     return "|".join(parts)
 
 
-def _match_digits(least: int, most: int | None) -> str:
-    """Return a pattern of the integers from `least`, which is not negative, to `most`."""
-    if most is None:
-        length = len(str(least))
-        return f"{_match_digits(least, 10**length - 1)}|[1-9][0-9]{{{length},}}"
-    # A part ends where the last digits of `least` become 9, or those of `most` + 1 become 0.
-    powers = [10**power for power in range(1, len(str(most)) + 1)]
-    ends = [least - least % power + power - 1 for power in powers]
-    ends += [most - (most + 1) % power for power in powers]
+def _match_digits(low: int, high: int | None) -> str:
+    """Return a pattern of the integers from `low`, which is not negative, to `high`."""
+    if high is None:
+        length = len(str(low))
+        return f"{_match_digits(low, 10**length - 1)}|[1-9][0-9]{{{length},}}"
+    # A part ends where the last digits of `low` become 9, or those of `high` + 1 become 0.
+    powers = [10**power for power in range(1, len(str(high)) + 1)]
+    ends = [low - low % power + power - 1 for power in powers]
+    ends += [high - (high + 1) % power for power in powers]
     parts = []
-    for end in sorted({most, *(end for end in ends if least <= end < most)}):
-        parts.append(_match_same_length(str(least), str(end)))
-        least = end + 1
+    for end in sorted({high, *(end for end in ends if low <= end < high)}):
+        parts.append(_match_same_length(str(low), str(end)))
+        low = end + 1
     return "|".join(parts)
 
 
@@ -230,6 +223,15 @@ def _has_large(schema: Json) -> bool:
     return any(_is_large(schema.get(key)) for key in ("const", "enum", "multipleOf", *BOUNDS))
 
 
+def _clamp(value: Any) -> Any:
+    """Return a JSON value whose numbers are moved to within 2^53."""
+    if isinstance(value, dict):
+        return {name: _clamp(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_clamp(inner) for inner in value]
+    return max(-EXACT, min(EXACT, value)) if _is_number(value) else value
+
+
 def _narrow_bounds(schema: Json, keys: set[str]) -> Json:
     """Move a schema's bounds to within 2^53; raise ValueError for other large numbers."""
     changed = map_subschemas(
@@ -242,17 +244,6 @@ def _narrow_bounds(schema: Json, keys: set[str]) -> Json:
         rest = ", ".join(sorted(keys - {"const", "enum", *BOUNDS})) or "no type"
         raise ValueError(f"a number beyond 2^53 is not supported beside {rest}")
     return changed
-
-
-def _check_types(schema: Json) -> None:
-    """Raise ValueError if a keyword's value has a type that JSON schema does not allow."""
-    for key, kind in EXPECTED.items():
-        if key in schema and not (isinstance(schema[key], kind) and schema[key] is not True):
-            raise ValueError(f"{key} can't be {dumps(schema[key])[:60]}")
-    kinds = schema.get("type", [])
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if not isinstance(kind, str) or kind not in {*TYPES, "integer"}:
-            raise ValueError(f"type can't be {dumps(kind)[:60]}")
 
 
 def _limit_to_kind(schema: Json, kind: object) -> Json:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from json import dumps, loads
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_patterns import FORMATS, PATTERNS, translate_pattern
+from mtpbuild.runtime.constraints.json_patterns import FORMATS, translate_pattern
 
 Json = dict[str, Any]
 
@@ -75,14 +75,14 @@ def close_objects(text: str) -> str:
 
 def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:
     """Return a copy of a schema with `change` applied to each schema directly inside it."""
-    found: Json = {}
+    copy: Json = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
             value = {name: change(inner) for name, inner in value.items()}
         elif key in PARTS:
             value = [change(part) for part in value] if isinstance(value, list) else change(value)
-        found[key] = value
-    return found
+        copy[key] = value
+    return copy
 
 
 def _are_disjoint(parts: Any, root: Json) -> bool:
@@ -92,8 +92,8 @@ def _are_disjoint(parts: Any, root: Json) -> bool:
     """
     if not isinstance(parts, list):
         return False
-    found = [_resolve_target(part, root) for part in parts]
-    return all(_differ(one, other) for one, other in itertools.combinations(found, 2))
+    targets = [_resolve_target(part, root) for part in parts]
+    return all(_differ(one, other) for one, other in itertools.combinations(targets, 2))
 
 
 def _resolve_target(part: Any, root: Json) -> Json:
@@ -104,7 +104,7 @@ def _resolve_target(part: Any, root: Json) -> Json:
 
 
 def _differ(one: Json, other: Json) -> bool:
-    kinds = [each.get("type") for each in (one, other)]
+    kinds = [part.get("type") for part in (one, other)]
     if all(isinstance(kind, str) for kind in kinds) and kinds[0] != kinds[1]:
         return {*kinds} != {"integer", "number"}
     mine, others = _find_constants(one), _find_constants(other)
@@ -114,11 +114,11 @@ def _differ(one: Json, other: Json) -> bool:
 def _find_constants(schema: Json) -> dict[str, set[str]]:
     """Return the constants of required properties by name, and of the value itself by ""."""
     required, listed = schema.get("required"), schema.get("properties")
-    found: Json = {"": schema}
+    parts: Json = {"": schema}
     if schema.get("type") == "object" and isinstance(required, list) and isinstance(listed, dict):
-        found |= {name: listed.get(name) for name in required if isinstance(name, str)}
+        parts |= {name: listed.get(name) for name in required if isinstance(name, str)}
     limited = {}
-    for name, inner in found.items():
+    for name, inner in parts.items():
         match inner:
             case {"const": value}:
                 limited[name] = {dumps(_simplify(value), sort_keys=True)}
@@ -137,11 +137,11 @@ def parse_finite(text: str) -> float:
 def resolve_reference(reference: str, root: Json) -> Any:
     """Return the target of a reference of the form `#/a/b`; None if it does not exist."""
     head, *steps = reference.split("/")
-    found: Any = root if head == "#" else None
+    target: Any = root if head == "#" else None
     for step in steps:
         step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
+        target = target.get(step) if isinstance(target, dict) else None
+    return target
 
 
 def _walk_subschemas(schema: Any) -> Iterator[Json]:
@@ -176,46 +176,38 @@ def _rewrite(schema: Any) -> Any:
 
 
 def _rewrite_texts(schema: Json) -> None:
-    """Replace formats by patterns, and translate all patterns to Rust's syntax."""
+    """Narrow formats by patterns, and translate all patterns to Rust's syntax."""
     if isinstance(named := schema.get("patternProperties"), dict):
         schema["patternProperties"] = {
             translate_pattern(name): inner for name, inner in named.items()
         }
-    patterns = (
-        [translate_pattern(schema["pattern"])] if isinstance(schema.get("pattern"), str) else []
-    )
-    if isinstance(name := schema.get("format"), str):
-        if name not in FORMATS:
-            del schema["format"]  # only an annotation
-        elif FORMATS[name] in PATTERNS:
-            del schema["format"]
-            patterns += map(translate_pattern, PATTERNS[FORMATS[name]])
-        else:
-            schema["format"] = FORMATS[name]
+    patterns = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    if isinstance(schema.get("format"), str):
+        native, narrower = FORMATS.get(schema.pop("format"), (None, []))  # others: annotations
+        schema |= {"format": native} if native else {}
+        patterns += narrower
+    patterns = [*map(translate_pattern, patterns)]
     if patterns:
         schema["pattern"] = patterns[0]
     if len(patterns) > 1:
         kind = {"type": schema["type"]} if "type" in schema else {}
-        rest = [{**kind, "pattern": pattern} for pattern in patterns[1:]]
-        schema["allOf"] = [*schema.get("allOf", []), *rest]
+        parts = [{**kind, "pattern": pattern} for pattern in patterns[1:]]
+        schema["allOf"] = [*schema.get("allOf", []), *parts]
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Replace exclusive bounds of integers, or beyond 2^53, by inclusive bounds."""
+    """Replace exclusive bounds beyond 2^53 by inclusive bounds."""
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
         if isinstance(bound, bool):  # as in draft 4
             bound = schema.pop(name, None) if bound else None
-        if bound is None:
-            continue
-        is_integer = schema.get("type") == "integer"
-        if not isinstance(bound, int | float) or not (is_integer or abs(bound) >= 2**53):
+        if isinstance(bound, int | float) and abs(bound) >= 2**53:
+            tightest = max if step > 0 else min
+            inside = int(bound) + step  # floats of this size are whole
+            schema[name] = tightest(inside, schema.get(name, inside))
+        elif bound is not None:
             schema[exclusive] = bound
-            continue
-        inside = (math.floor(bound) if step > 0 else math.ceil(bound)) + step
-        tightest, old = max if step > 0 else min, schema.get(name)
-        schema[name] = tightest(inside, old) if isinstance(old, int | float) else inside
 
 
 def _simplify(value: Any) -> Any:

@@ -110,7 +110,7 @@ class StepControls:
         # A list of Python ints would turn seeds from 2**63 on into floats.
         keys = [np.array([self.seed % 2**64, stream], np.uint64) for stream in range(streams)]
         numbers = (np.random.Generator(np.random.Philox(key=key)) for key in keys)
-        return np.stack([each.random(count, np.float32) for each in numbers])
+        return np.stack([stream.random(count, np.float32) for stream in numbers])
 
     def rows(
         self, places: Mapping[str, tuple[tuple[int, ...], Any]]
@@ -135,7 +135,7 @@ class StepControls:
         return getattr(self, name) if hasattr(self, name) else self.rule.get(name, 0)
 
 
-FIELDS = {each.name: each for each in list_settings_controls(StepControls)}
+FIELDS = {control.name: control for control in list_settings_controls(StepControls)}
 GREEDY = StepControls()
 UNIFORMS = "uniforms"
 CONTROLS: tuple[Control, ...] = (
@@ -143,7 +143,7 @@ CONTROLS: tuple[Control, ...] = (
     Control("bool", core=False, name="penalised"),
     Control("float32", ("streams", "positions"), name=UNIFORMS),
 )
-CORE_CONTROLS = tuple(each for each in CONTROLS if each.core)
+CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)
 
 # The inputs by which a grammar limits a step. They are not part of `CONTROLS`, because engines for
 # GPUs or of several ranks have no such inputs.

@@ -19,7 +19,7 @@ from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageErr
 from mtpbuild.runtime.files import check_regular, read_json
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 
-FORMAT_VERSION: Literal[4] = 4
+FORMAT_VERSION = 4
 MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; some targets embed weights in programs
 PREFIXES = "prefixes"  # the folder of prompt prefixes that were added to the engine
@@ -100,8 +100,9 @@ class BuildInfo(_Record):
     # does not use it.
     cpu_layout: str | None = None
     # Whether texts and log-probabilities with strict acceptance depend on tokens and weights alone.
-    # It is true if all operators are known and the checks in `probed` passed.
-    exact: bool = False
+    # It is true if all operators are known and the checks in `probed` passed. None: no probe has
+    # run, which counts as not exact.
+    exact: bool | None = None
     probed: tuple[str, ...] = ()  # the checks that the build made for `exact`
     probe_version: int = Field(default=1, ge=1)  # PROBE_VERSION of that build
     # The build's --weights: the format that weights were quantised to, or "floats". None: they
@@ -126,12 +127,12 @@ class BuildInfo(_Record):
     @property
     def counts_as_exact(self) -> bool:
         """Whether the engine is exact by the rules of today."""
-        return self.exact and self.probe_version >= PROBE_VERSION
+        return self.exact is True and self.probe_version >= PROBE_VERSION
 
     @property
     def exact_note(self) -> str | None:
         """A line for an engine that only older rules call exact."""
-        if self.exact == self.counts_as_exact:
+        if not self.exact or self.counts_as_exact:
             return None
         return (
             f"it counts as not exact: probe version {self.probe_version} found it exact, "
@@ -188,7 +189,7 @@ class Manifest(_Record):
     `target`, `capabilities`, `lookahead`, `programs`, `state`, `files`, `rank`.
     """
 
-    format_version: Literal[4] = FORMAT_VERSION
+    format_version: int = Field(default=FORMAT_VERSION, ge=FORMAT_VERSION, le=FORMAT_VERSION)
     mtpbuild: str
     model: ModelInfo
     build: BuildInfo
@@ -207,11 +208,11 @@ class Manifest(_Record):
         """
         build, states = self.build, {state.name: state for state in self.state}
         known = {"batch": build.max_batch, "window": self.window, "drafts": build.nextn}
-        for state in self.state:
-            wanted = known | ({"rows": build.capacity} if state.role == "rows" else {})
-            for size, count in state.sizes.items():
-                if not 0 <= count <= MAX_SIZE or count != wanted.get(size, count):
-                    raise ValueError(f"state {state.name}: {size} {count} is not what it says else")
+        for spec in self.state:
+            sizes = known | ({"rows": build.capacity} if spec.role == "rows" else {})
+            for size, count in spec.sizes.items():
+                if not 0 <= count <= MAX_SIZE or count != sizes.get(size, count):
+                    raise ValueError(f"state {spec.name}: {size} {count} is not what it says else")
         if len(states) < len(self.state):
             raise ValueError("two states have one name")
         ahead = {t.name: t for p in self.programs.values() for t in p.inputs}.get("ahead")
@@ -226,10 +227,10 @@ class Manifest(_Record):
             results = {t.name for t in program.outputs if t.name.endswith(".out")}
             if results != {f"{t.name}.out" for t in program.inputs if t.name in states}:
                 raise ValueError(f"programs.{name}: other states go in than come out")
-            for spec in (*program.inputs, *program.outputs):
-                own = states.get(spec.name.removesuffix(".out"))
-                if own is not None and not _fits(spec, own):
-                    raise ValueError(f"programs.{name}: {spec.name} is not the state's")
+            for tensor in (*program.inputs, *program.outputs):
+                state = states.get(tensor.name.removesuffix(".out"))
+                if state is not None and not _fits(tensor, state):
+                    raise ValueError(f"programs.{name}: {tensor.name} is not the state's")
 
     @property
     def whole_model(self) -> str:
@@ -285,7 +286,8 @@ def read_manifest(folder: Path) -> Manifest:
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
         raise EngineFormatError(f"{folder}: {what}{_suggest_engine(folder)}") from None
     except OSError as error:
-        raise EngineFormatError(f"{path}: {_describe_unreadable(error)}; {COPY_AGAIN}") from None
+        what = f"can't be read ({error.strerror or error})"
+        raise EngineFormatError(f"{path}: {what}; {COPY_AGAIN}") from None
     except ValueError as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
@@ -298,21 +300,21 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.model_validate(raw)
         manifest.check_sizes()
-        return manifest
-    except ValidationError as error:
-        what = describe_first_error(error, slice(None))
-        raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
     except ValueError as error:
-        raise EngineFormatError(f"{path}: {error}; rebuild the engine") from None
+        what = str(error)
+        if isinstance(error, ValidationError):
+            what = describe_first_error(error, slice(None))
+        raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
+    return manifest
 
 
 def _suggest_engine(folder: Path) -> str:
     """Return a hint: an engine inside this folder, or one beside it with a similar name."""
     places = (folder,) if folder.is_dir() else (folder.parent, Path("engines"))
-    found = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
-    there = {path.name: path for path in sorted(found)}
-    near = list(there) if folder.is_dir() else difflib.get_close_matches(folder.name, there, 1)
-    return f"; did you mean {there[near[0]]}?" if near else "; make one with `mtpbuild build`"
+    paths = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
+    engines = {path.name: path for path in sorted(paths)}
+    near = list(engines) if folder.is_dir() else difflib.get_close_matches(folder.name, engines, 1)
+    return f"; did you mean {engines[near[0]]}?" if near else "; make one with `mtpbuild build`"
 
 
 def describe_first_error(error: ValidationError, part: slice) -> str:
@@ -329,10 +331,12 @@ def name_rank(rank: int) -> str:
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
     """Read a rank's manifest; raise EngineFormatError if it belongs to another build."""
     place = folder / name_rank(rank)
-    own = read_manifest(place)
-    if own.build != manifest.build or own.rank != rank:
-        raise EngineFormatError(f"{place}: rank {own.rank} of another build; rebuild the engine")
-    return own
+    rank_manifest = read_manifest(place)
+    if rank_manifest.build != manifest.build or rank_manifest.rank != rank:
+        raise EngineFormatError(
+            f"{place}: rank {rank_manifest.rank} of another build; rebuild the engine"
+        )
+    return rank_manifest
 
 
 def list_ranks_here(folder: Path, manifest: Manifest) -> list[int]:
@@ -362,21 +366,18 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
                 raise EngineFileError(f"{folder / name}: {sizes}; {COPY_AGAIN}")
         _check_hashes(folder, manifest, verify_hashes)
     except OSError as error:
-        where = error.filename or folder
-        raise EngineFileError(f"{where}: {_describe_unreadable(error)}; {COPY_AGAIN}") from None
-
-
-def _describe_unreadable(error: OSError) -> str:
-    return f"can't be read ({error.strerror or error})"
+        what = f"can't be read ({error.strerror or error})"
+        raise EngineFileError(f"{error.filename or folder}: {what}; {COPY_AGAIN}") from None
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:
     ranks = {name_rank(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
     files = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
-    found, listed = {f.as_posix() for f in files if f.parts[0] not in ranks}, set(manifest.files)
-    if missing := sorted(listed - found):
+    present = {f.as_posix() for f in files if f.parts[0] not in ranks}
+    listed = manifest.files.keys()
+    if missing := sorted(listed - present):
         raise EngineFileError(f"{folder}: file {missing[0]} is missing; {COPY_AGAIN}")
-    if foreign := sorted(found - listed - {MANIFEST}):
+    if foreign := sorted(present - listed - {MANIFEST}):
         raise EngineFileError(f"{folder}: {foreign[0]} is not part of the engine; remove it")
     needed = {program.file for program in manifest.programs.values()}
     if (unlisted := sorted(needed - listed)) and not manifest.split:
@@ -386,19 +387,19 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
 
 def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:
     # A prefix is hashed at its first use, so only `verify_hashes` includes it here.
-    known = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
-    if not verify_hashes and sum(f.size for f in known.values()) > HASH_LIMIT:
+    files = {n: f for n, f in manifest.files.items() if verify_hashes or not n.startswith(PREFIXES)}
+    if not verify_hashes and sum(f.size for f in files.values()) > HASH_LIMIT:
         return
-    for name, spec in known.items():
+    for name, spec in files.items():
         try:
-            found = hash_file(folder / name)
+            changed = hash_file(folder / name) != spec.sha256
         except PermissionError:
-            if name.startswith(PREFIXES):
-                continue  # `open_prefixes` reports it
-            raise
-        if found != spec.sha256:
-            changed = "bytes changed since the build (sha256)"
-            raise EngineFileError(f"{folder / name}: {changed}; {COPY_AGAIN}")
+            if not name.startswith(PREFIXES):  # `open_prefixes` reports those
+                raise
+            continue
+        if changed:
+            what = "differs from what the build wrote (sha256)"
+            raise EngineFileError(f"{folder / name} {what}; {COPY_AGAIN}")
 
 
 def hash_file(path: Path) -> str:

@@ -22,6 +22,7 @@ SCORE = "score"  # the same; also returns the log-probability of each token's su
 FILL_DRAFTER = "fill_drafter"  # the drafter's part of PREFILL, after steps without drafts
 HIDDEN = "hidden"  # its input: hidden states that steps without drafts return
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step; MIXED reads the controls
+NO_VALUE = -128  # an int8 cache row of numbers that were not finite; C++ has it in cache_rows.h
 WEIGHT = "weights.{}"  # name of the input that carries a shared weight
 
 
@@ -30,9 +31,9 @@ def host_type(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def name_program(kind: str, nextn: int, most: int) -> str:
-    """Return the name of the program for steps of `nextn` drafts, in an engine for up to `most`."""
-    return kind if nextn == most else f"{kind}_{nextn}"
+def name_program(kind: str, nextn: int, max_nextn: int) -> str:
+    """Return the name of the program for steps of `nextn` drafts of up to `max_nextn`."""
+    return kind if nextn == max_nextn else f"{kind}_{nextn}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,11 @@ class Rule:
         """The rule's settings by name."""
         return declarations(self.settings, Setting)
 
-    def check_settings(self, given: Mapping[str, object]) -> dict[str, Any]:
+    def check_settings(self, settings: Mapping[str, object]) -> dict[str, Any]:
         """Return a value for each setting, defaults included; RequestError for a wrong value."""
-        own = self.settings()
-        values = {field.name: getattr(own, field.name) for field in fields(own)}
-        for name, value in given.items():
+        defaults = self.settings()
+        values = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+        for name, value in settings.items():
             if name not in values:
                 raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
             try:
@@ -106,10 +106,8 @@ class Rule:
         """Return a hash of the files that define the rule; if it changes, builds start again."""
         parts: list[Any] = [self.keeps, self.settings, self.kernel, self.chooses]
         files = {inspect.getsourcefile(part) for part in parts if part} - {None}
-        digest = hashlib.sha256()
-        for file in sorted(map(str, files)):
-            digest.update(Path(file).read_bytes())
-        return digest.hexdigest()
+        texts = (Path(file).read_bytes() for file in sorted(map(str, files)))
+        return hashlib.sha256(b"".join(texts)).hexdigest()
 
 
 _rules = Registry[Rule]("acceptance rule", "mtpbuild.acceptance_rules")

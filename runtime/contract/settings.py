@@ -22,15 +22,17 @@ class Setting:
     """The flag of a setting, its checks, and where users may give it.
 
     check: returns the value to store; its ValueError says what the value must be. help: of the
-    flag; a setting without help has no flag. everywhere: whether bench and eval have the flag
-    besides run. parse: turns the flag's name and text into a value, if the text is not the value
-    itself. http: whether HTTP bodies and lines of input files have the setting. differs: how `diff`
-    treats two traces that differ in it: it refuses them, notes it, or ("") ignores it. tokens:
-    whether its values are token ids, which must be in the engine's vocabulary.
+    flag; a setting without help has no flag. panel: the flag's heading in the help. everywhere:
+    whether bench and eval have the flag besides run. parse: turns the flag's name and text into a
+    value, if the text is not the value itself. http: whether HTTP bodies and lines of input files
+    have the setting. differs: how `diff` treats two traces that differ in it: it refuses them,
+    notes it, or ("") ignores it. tokens: whether its values are token ids, which must be in the
+    engine's vocabulary.
     """
 
     check: Check
     help: str = ""
+    panel: str = "Sampling"
     everywhere: bool = False
     parse: Callable[[str, str], Any] | None = None
     http: bool = True
@@ -69,7 +71,9 @@ def control(default: T, dtype: Any, shape: tuple[int | str, ...] = (), **more: A
 shaping = partial(setting, everywhere=True, differs="refused")  # shapes the distribution
 penalty = partial(setting, differs="refused")
 noted = partial(setting, differs="noted")
-judging = partial(setting, everywhere=True, differs="noted")  # decides how drafts are accepted
+judging = partial(
+    setting, everywhere=True, differs="noted", panel="Drafts"
+)  # decides how drafts are accepted
 private = partial(setting, http=False)  # not a field of HTTP bodies or input files
 
 

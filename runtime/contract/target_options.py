@@ -4,63 +4,71 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import field, fields, make_dataclass
-from typing import Any, TypeAlias, get_type_hints
+from dataclasses import Field, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from mtpbuild.runtime.contract.targets import find_target, target_names
 from mtpbuild.runtime.errors import UsageError
 
-OptionsOf: TypeAlias = Callable[[str], type[Any]]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 
-def load_options(target: str) -> type[Any]:
+def load_options(target: str) -> "type[DataclassInstance]":
     """Return the class of a target's options for loading an engine."""
     return find_target(target).LoadOptions
 
 
-def make_option_flags(options_of: OptionsOf) -> type[Any]:
+def make_option_flags(options_of: "Callable[[str], type[DataclassInstance]]") -> type[Any]:
     """Return a group of every target's options; each target has its own panel in the help.
 
     An option of several targets is in the panel of the first, with the help texts of all of them.
     """
-    found: dict[str, tuple[str, Any, Any]] = {}
+    flags: dict[str, tuple[str, Any, Field[Any]]] = {}
     for target in target_names():
-        kind = options_of(target)
-        hints, panel = get_type_hints(kind), {"panel": f"Target {target}"}
-        for option in fields(kind):
-            metadata = option.metadata | panel
-            if option.name in found:
-                first = found[option.name][2].metadata
+        options = options_of(target)
+        hints = get_type_hints(options)
+        for option in fields(options):
+            metadata = option.metadata | {"panel": f"Target {target}"}
+            if option.name in flags:
+                first = flags[option.name][2].metadata
                 both = f"{first['help']} Target {target}: {option.metadata['help']}"
                 metadata = first | {"help": both}
-            copy = field(default=option.default, metadata=metadata)
-            found[option.name] = option.name, hints[option.name], copy
-    return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
+            entry: Field[Any] = field(default=option.default, metadata=metadata)
+            flags[option.name] = option.name, hints[option.name], entry
+    return make_dataclass("TargetFlags", flags.values(), frozen=True, kw_only=True)
 
 
-def list_changed_flags(flags: Any) -> dict[str, Any]:
+def list_changed_flags(flags: "DataclassInstance") -> dict[str, Any]:
     """Return the flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}
 
 
 def make_options(
-    target: str, given: Mapping[str, Any], options_of: OptionsOf, *, flags: bool = False
-) -> Any:
+    target: str,
+    values: Mapping[str, object],
+    options_of: Callable[[str], type[Options]],
+    *,
+    flags: bool = False,
+) -> Options:
     """Return a target's options; raise UsageError for an option that the target does not have.
 
     flags: whether the caller gave them as flags of a command.
     """
 
     def has(other: str, option: str) -> bool:
-        return option in {each.name for each in fields(options_of(other))}
+        return option in {entry.name for entry in fields(options_of(other))}
 
-    for option, value in given.items():
-        if not has(target, option):
-            owners = ", ".join(other for other in target_names() if has(other, option))
-            name = f"--{option.replace('_', '-')}" if flags else option
-            option_text = name + ("" if value is True else f" {value}")
-            if not owners:
-                raise UsageError(f"{option_text}: no target has this option")
-            raise UsageError(f"{option_text} is for target {owners}, not {target}")
-    return options_of(target)(**given)
+    for option, value in values.items():
+        if has(target, option):
+            continue
+        owners = ", ".join(other for other in target_names() if has(other, option))
+        name = f"--{option.replace('_', '-')}" if flags else option
+        option_text = name + ("" if value is True else f" {value}")
+        if not owners:
+            raise UsageError(f"{option_text}: no target has this option")
+        raise UsageError(f"{option_text} is for target {owners}, not {target}")
+    return options_of(target)(**values)

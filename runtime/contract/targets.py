@@ -3,15 +3,18 @@
 A package adds a target by an entry point of the group `mtpbuild.targets`, a `TargetRecord`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.errors import MissingDependencyError, advise_install
+from mtpbuild.runtime.errors import advise_install, explain_missing_package
 from mtpbuild.runtime.flag_groups import flag
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,13 @@ class TargetRecord:
     programs: str
     builder: object
     install: str = ""
-    LoadOptions: type[Any] = NoOptions
+    LoadOptions: "type[DataclassInstance]" = NoOptions
     build_flags: Callable[[Any], Mapping[str, Any]] = lambda manifest: {}
     features: Mapping[Feature, str] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def importing(self) -> Iterator[None]:
+    def importing(self) -> AbstractContextManager[None]:
         """Turn an ImportError in the block into advice on what to install."""
-        try:
-            yield
-        except ImportError as error:
-            if not self.install:
-                raise
-            need = f"this engine needs {error.name}: {self.install}"
-            raise MissingDependencyError(need) from error
+        return explain_missing_package("this engine", install=self.install)
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,12 @@ def _join_architectures(manifest: Any) -> str:
 
 
 def _make_onnx_flags(manifest: Any) -> Mapping[str, Any]:
-    caches = {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}
-    flags: dict[str, Any] = dict.fromkeys(["cache_dtype"], *caches) if caches else {}
-    return flags | ({"portable": True} if manifest.build.cpu_layout is None else {})
+    flags: dict[str, object] = {}
+    if cache_dtypes := {s.dtype for s in manifest.state if s.role == "rows"} - {"float32"}:
+        (flags["cache_dtype"],) = cache_dtypes
+    if manifest.build.cpu_layout is None:
+        flags["portable"] = True
+    return flags
 
 
 def _make_inductor_flags(manifest: Any) -> Mapping[str, Any]:
@@ -105,7 +104,7 @@ BUILT_IN = (
         install=f"{advise_install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         build_flags=_make_onnx_flags,
-        features={each: "" for each in Feature if each not in (Feature.OVERLAP, Feature.SHARE)},
+        features=dict.fromkeys({*Feature} - {Feature.OVERLAP, Feature.SHARE}, ""),
     ),
     TargetRecord(
         name="inductor",
@@ -148,5 +147,5 @@ register, find_target, target_names = _targets.register, _targets.find, _targets
 
 def list_targets_with(feature: Feature) -> str:
     """Return the targets whose engines have a feature, with conditions, for an error message."""
-    having = (target for target in _targets.all() if feature in target.features)
-    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)
+    targets = (target for target in _targets.all() if feature in target.features)
+    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in targets)

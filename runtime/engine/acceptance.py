@@ -48,18 +48,18 @@ class AcceptanceModel:
         if self._steps % FACTOR_INTERVAL == 0:
             self._judged *= FACTOR_DECAY
             self._accepted *= FACTOR_DECAY
-            found = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
-            self._set_factors(np.minimum(found, MOST_FACTOR) / found[0])
+            learnt = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
+            self._set_factors(np.minimum(learnt, MOST_FACTOR) / learnt[0])
         return belief * kept + changed
 
     def _compute_likelihood(self, accepted: int, drafted: int) -> Floats:
         """Return the probability [levels] of a step's result; none is 0."""
-        if (found := self._likelihoods.get((accepted, drafted))) is None:
-            found = self._reached[:, accepted] + np.float32(1e-9)
+        if (likelihood := self._likelihoods.get((accepted, drafted))) is None:
+            likelihood = self._reached[:, accepted] + np.float32(1e-9)
             if accepted < drafted:
-                found *= 1 - self._rates[:, accepted]
-            self._likelihoods[accepted, drafted] = found
-        return found
+                likelihood *= 1 - self._rates[:, accepted]
+            self._likelihoods[accepted, drafted] = likelihood
+        return likelihood
 
     def _set_factors(self, factors: Floats) -> None:
         self._rates = np.minimum(LEVELS[:, None] * factors, MOST_RATE)  # [levels, nextn]

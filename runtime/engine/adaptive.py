@@ -42,13 +42,13 @@ class AdaptiveNextn(StepLauncher):
     texts keep their distribution.
     """
 
-    def __init__(self, most: int, times: StepTimes | None = None) -> None:
-        self._most, self._times = most, times or StepTimes(most)
-        self._model = AcceptanceModel(most)
+    def __init__(self, max_nextn: int, times: StepTimes | None = None) -> None:
+        self._max_nextn, self._times = max_nextn, times or StepTimes(max_nextn)
+        self._model = AcceptanceModel(max_nextn)
         self._beliefs: dict[Hashable, Belief] = {}
         self._credit = 0.0  # what trials may lose now, in steps without drafts
         self._trial_left = 0  # steps for which a trial goes on, whatever they show
-        self._last = NextnChoice(most, most, most)
+        self._last = NextnChoice(max_nextn, max_nextn, max_nextn)
 
     def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
         requests = [request for _, request in running]
@@ -118,7 +118,7 @@ class AdaptiveNextn(StepLauncher):
         if self._trial_left and tried is not None:
             self._trial_left -= 1
             return tried
-        tokens, more = self._model.tokens, np.arange(self._most + 1) > best
+        tokens, more = self._model.tokens, np.arange(self._max_nextn + 1) > best
         expected = beliefs @ tokens
         rate = float(expected[best] / times[best])
         loss = np.maximum(times - expected / rate, 0)

@@ -263,10 +263,10 @@ class Loop:
             self._close_gaps()
 
 
-def _run(program: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+def _run(program: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Run a program; raise its exceptions as failures of the engine."""
     try:
-        return program(*given, **named)
+        return program(*arguments, **named)
     except Exception as error:
         raise step_failure(error) from error
 

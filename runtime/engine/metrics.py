@@ -39,82 +39,61 @@ class ModelsCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Any]:
+        models = self._models
+        rows: list[Any]
+        loaded = [(model, model.stats) for model in models if model.stats is not None]
         for name, (field, about) in GAUGES.items():
             read = attrgetter(field)
-            each = [(model.labels, read(model.stats)) for model in self._models if model.stats]
-            yield _fill_family(GaugeMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
+            rows = [(model.labels, read(stats)) for model, stats in loaded]
+            yield _fill_family(GaugeMetricFamily, name, about, rows)
         for name, (field, about) in totals.COUNTERS.items():
-            each = [(model.labels, model.counts[field, 0]) for model in self._models]
-            yield _fill_family(CounterMetricFamily(f"vllm:{name}", about, labels=LABELS), each)
-        about = "Always 0: a request keeps its slot."
-        zeros = [(model.labels, 0) for model in self._models]
-        yield _fill_family(CounterMetricFamily("vllm:num_preemptions", about, labels=LABELS), zeros)
+            rows = [(model.labels, model.counts[field, 0]) for model in models]
+            yield _fill_family(CounterMetricFamily, name, about, rows)
+        about, rows = "Always 0: a request keeps its slot.", [(m.labels, 0) for m in models]
+        yield _fill_family(CounterMetricFamily, "num_preemptions", about, rows)
         for name, (about, _) in totals.HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"vllm:{name}", about, labels=LABELS)
-            for model in self._models:
-                found = model.totals.histograms[name]
-                _add_buckets(family, model, found.bounds, found.cumulative, found.sum)
-            yield family
-        yield self._count_steps()
-        yield self._count_positions()
-        yield self._count_ended()
-        yield self._count_caches()
-
-    def _count_steps(self) -> HistogramMetricFamily:
-        about = "Tokens that a step filled in and emitted."
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
-        for model in self._models:
-            steps = {n: count for (kind, n), count in model.counts.items() if kind == totals.STEP}
-            counts = [
-                sum(count for tokens, count in steps.items() if tokens <= most)
-                for most in (*STEPS, inf)
+            histograms = [(model.labels, model.totals.histograms[name]) for model in models]
+            rows = [
+                (labels, _fill_buckets(h.bounds, h.cumulative), h.sum) for labels, h in histograms
             ]
-            _add_buckets(family, model, STEPS, counts, sum(t * n for t, n in steps.items()))
-        return family
-
-    def _count_positions(self) -> CounterMetricFamily:
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        labels = (*LABELS, "position")
-        family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
-        for model in self._models:
-            for (kind, position), accepted in sorted(model.counts.items()):
-                if kind == totals.POSITION:
-                    family.add_metric([*model.labels, str(position)], accepted)
-        return family
-
-    def _count_ended(self) -> CounterMetricFamily:
-        about, labels = "Requests that ended, by finish reason.", (*LABELS, "finished_reason")
-        family = CounterMetricFamily("vllm:request_success", about, labels=labels)
-        for model in self._models:
-            for reason, count in sorted(model.totals.ended.items()):
-                family.add_metric([*model.labels, reason], count)
-        return family
-
-    def _count_caches(self) -> GaugeMetricFamily:
+            yield _fill_family(HistogramMetricFamily, name, about, rows)
+        about = "Tokens that a step filled in and emitted."
+        rows = [(model.labels, *_fill_step_buckets(model)) for model in models]
+        yield _fill_family(HistogramMetricFamily, "iteration_tokens_total", about, rows)
+        name, about = "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position."
+        rows = [
+            ([*model.labels, str(position)], accepted)
+            for model in models
+            for (kind, position), accepted in sorted(model.counts.items())
+            if kind == totals.POSITION
+        ]
+        yield _fill_family(CounterMetricFamily, name, about, rows, "position")
+        name, about = "request_success", "Requests that ended, by finish reason."
+        ended = [(model.labels, sorted(model.totals.ended.items())) for model in models]
+        rows = [([*labels, reason], n) for labels, counts in ended for reason, n in counts]
+        yield _fill_family(CounterMetricFamily, name, about, rows, "finished_reason")
         about = "The caches: a slot is what vLLM calls a block, with so many tokens."
-        labels = (*LABELS, "block_size", "num_gpu_blocks")
-        family = GaugeMetricFamily("vllm:cache_config_info", about, labels=labels)
-        for model in self._models:
-            if model.stats is None:
-                continue
-            sizes = str(model.build.max_seq_len), str(model.build.slots)
-            family.add_metric([*model.labels, *sizes], 1)
-        return family
+        builds = [(model.labels, model.build) for model, _ in loaded]
+        rows = [([*labels, str(b.max_seq_len), str(b.slots)], 1) for labels, b in builds]
+        more = ("block_size", "num_gpu_blocks")
+        yield _fill_family(GaugeMetricFamily, "cache_config_info", about, rows, *more)
 
 
-def _fill_family(family: Any, values: Iterable[tuple[list[str], float]]) -> Any:
-    for labels, value in values:
-        family.add_metric(labels, value)
+def _fill_family(kind: Any, name: str, about: str, rows: Iterable[Any], *labels: str) -> Any:
+    """Return a family of metrics; a row has its labels and its value or values."""
+    family = kind(f"vllm:{name}", about, labels=(*LABELS, *labels))
+    for row in rows:
+        family.add_metric(*row)
     return family
 
 
-def _add_buckets(
-    family: HistogramMetricFamily,
-    model: MeteredModel,
-    bounds: Sequence[float],
-    counts: Sequence[int],
-    total: float,
-) -> None:
-    """Add a model's histogram; counts: of values up to each bound, and of all."""
-    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    family.add_metric(model.labels, [*zip(names, counts, strict=True)], total)
+def _fill_buckets(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, int]]:
+    """Return a histogram's buckets; counts: of values up to each bound, and of all."""
+    return [*zip([*(str(float(bound)) for bound in bounds), "+Inf"], counts, strict=True)]
+
+
+def _fill_step_buckets(model: MeteredModel) -> tuple[list[tuple[str, int]], int]:
+    """Return the buckets of steps by their tokens, and the sum of these tokens."""
+    steps = {tokens: n for (kind, tokens), n in model.counts.items() if kind == totals.STEP}
+    counts = [sum(n for t, n in steps.items() if t <= bound) for bound in (*STEPS, inf)]
+    return _fill_buckets(STEPS, counts), sum(tokens * n for tokens, n in steps.items())

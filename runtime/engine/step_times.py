@@ -146,23 +146,23 @@ class StepTimes:
         self._per_row /= max(self._long_rows - SHORT, 1)
         self._by_slots: dict[int, Seconds] = {}
         drafts = np.arange(self._nextn + 1) > 0
-        own = np.outer(drafts, drafts) + np.eye(self._nextn + 1)
+        identity = np.outer(drafts, drafts) + np.eye(self._nextn + 1)
         self._errors = self._kept = np.log(table.factors or np.ones(self._nextn + 1))
         days = max(time.time() - table.measured, 0) / 86400
         doubt = min(LEAST_DOUBT + DOUBT_PER_DAY * days + table.spread, MOST_DOUBT)
-        self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * own
-        self._drift = SHARED_DRIFT + OWN_DRIFT * own
+        self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * identity
+        self._drift = SHARED_DRIFT + OWN_DRIFT * identity
         self._factors = np.exp(self._errors)
         self._steps = self._off = 0
 
     def seconds(self, size: StepSize) -> Seconds:
         """Return the seconds of a step of this size, for each nextn."""
-        found = self._look_up_seconds(size.slots)
+        expected = self._look_up_seconds(size.slots)
         if (rows := size.rows - SHORT * size.slots) > 0:
-            found = found + self._per_row * rows
+            expected = expected + self._per_row * rows
         if size.sampling:
-            found = found + self._per_sampling_slot * size.sampling
-        corrected: Seconds = found * self._factors
+            expected = expected + self._per_sampling_slot * size.sampling
+        corrected: Seconds = expected * self._factors
         return corrected
 
     def doubts(self, nextn: int) -> Seconds:
@@ -170,16 +170,16 @@ class StepTimes:
 
         Those that a single step would not make smaller are 0.
         """
-        own, others = self._covariance[nextn], self._covariance.diagonal()
-        deviations: Seconds = np.sqrt(np.maximum(others + own[nextn] - 2 * own - NOISE, 0))
+        row, others = self._covariance[nextn], self._covariance.diagonal()
+        deviations: Seconds = np.sqrt(np.maximum(others + row[nextn] - 2 * row - NOISE, 0))
         return deviations
 
     def _look_up_seconds(self, slots: int) -> Seconds:
         """Return the table's seconds of a step with SHORT rows in each of so many slots."""
-        if (found := self._by_slots.get(slots)) is None:
-            each = [np.interp(slots, self._sizes, times) for times in self._times.T]
-            found = self._by_slots[slots] = np.array(each)
-        return found
+        if (expected := self._by_slots.get(slots)) is None:
+            interpolated = [np.interp(slots, self._sizes, times) for times in self._times.T]
+            expected = self._by_slots[slots] = np.array(interpolated)
+        return expected
 
     def correct(self, size: StepSize, nextn: int, seconds: float) -> None:
         """Correct the times by a step's measured seconds."""
@@ -313,5 +313,5 @@ def _time_steps(
     least = np.min(rounds[1:], 0)  # the first round is not counted; disturbances only add time
     spread = float((np.median(rounds[1:], 0) / least).mean()) - 1
     table.spread = max(table.spread, spread)
-    found: list[float] = np.minimum.accumulate(least[::-1])[::-1].tolist()  # more drafts take more
-    return found
+    rising: list[float] = np.minimum.accumulate(least[::-1])[::-1].tolist()  # more drafts take more
+    return rising

@@ -10,16 +10,49 @@ from mtpbuild.runtime.requests.answer import AnswerParser, ChatChunk, ChatResult
 from mtpbuild.runtime.requests.request import Chunk, Request, Result
 
 
-class Stream(Iterator[Chunk]):
+class RunningRequest:
+    """A request that its engine's driver runs, unless it has ended.
+
+    Closing it, leaving its `with` block or dropping it ends the request and frees its slot.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._driver: Driver = request.owner
+        self._request = request
+
+    def cancel(self) -> None:
+        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
+        self._driver.cancel(self._request)
+
+    close = cancel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # it has not begun, or the interpreter exits
+            self._driver.drop(self._request)
+
+
+class Stream(RunningRequest, Iterator[Chunk]):
     """A running request: iterate over its chunks, `cancel` it from any thread.
 
     Closing the stream, leaving its `with` block or dropping it also ends the request and frees its
     slot.
     """
 
-    def __init__(self, driver: Driver, request: Request) -> None:
-        self._driver, self._request = driver, request
-        driver.submit(request)
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._driver.submit(request)
 
     def __next__(self) -> Chunk:
         request = self._request
@@ -34,37 +67,20 @@ class Stream(Iterator[Chunk]):
     def result(self) -> Result:
         """Wait for the end; return the whole result, with the chunks that were already taken."""
         self._driver.step_until(lambda: self._request.ended)
-        if self._request.error:
-            raise self._request.error
         return self._request.result()
 
-    def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
-        self._driver.cancel(self._request)
 
-    close = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.cancel()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # raised at the interpreter's exit
-            self._driver.drop(self._request)
-
-
-class AsyncStream(AsyncIterator[Chunk]):
+class AsyncStream(RunningRequest, AsyncIterator[Chunk]):
     """A running request in asyncio; a cancelled task that waits for a chunk ends it."""
 
-    def __init__(self, driver: Driver, request: Request) -> None:
+    def __init__(self, request: Request) -> None:
         import asyncio  # here, because it is slow to import and few programs use it
 
+        super().__init__(request)
         self._news = asyncio.Event()
-        self._driver, self._request = driver, request
-        request.listener = partial(driver.announce, asyncio.get_running_loop(), self._news.set)
-        driver.submit(request, for_asyncio=True)
+        loop = asyncio.get_running_loop()
+        request.listener = partial(self._driver.announce, loop, self._news.set)
+        self._driver.submit(request, for_asyncio=True)
 
     async def __anext__(self) -> Chunk:
         request = self._request
@@ -84,82 +100,43 @@ class AsyncStream(AsyncIterator[Chunk]):
             raise request.error
         raise StopAsyncIteration
 
-    def result(self) -> Result:
-        """Return the whole result of a request that has ended."""
-        return self._request.result()
 
-    def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
-        self._driver.cancel(self._request)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it has not begun, or the interpreter exits
-            self._driver.drop(self._request)
-
-
-class ChatStream(Iterator[ChatChunk]):
+class ChatStream(RunningRequest, Iterator[ChatChunk]):
     """A running answer: iterate over its chunks, `cancel` it from any thread.
 
     Closing the stream, leaving its `with` block or dropping it also ends the request.
     """
 
-    def __init__(self, stream: Stream, parser: AnswerParser) -> None:
-        self._stream, self._parser = stream, parser
+    def __init__(self, request: Request, parser: AnswerParser) -> None:
+        super().__init__(request)
+        self._chunks, self._parser = Stream(request), parser
 
     def __next__(self) -> ChatChunk:
-        return read_chunk(self._parser, next(self._stream))
+        return self._parser.read_chunk(next(self._chunks))
 
     def result(self) -> ChatResult:
         """Wait for the end; return the whole answer, with the chunks that were already taken."""
         for _ in self:
             pass
-        return ChatResult.of(self._stream.result(), self._parser)
-
-    def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
-        self._stream.cancel()
-
-    close = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.cancel()
+        return ChatResult.of(self._request.result(), self._parser)
 
 
-class AsyncChatStream(AsyncIterator[ChatChunk]):
+class AsyncChatStream(RunningRequest, AsyncIterator[ChatChunk]):
     """A running answer in asyncio: iterate over its chunks with `async for`.
 
     A cancelled task that waits for a chunk ends the request, as does leaving the `async with` block
     or dropping the stream.
     """
 
-    def __init__(self, stream: AsyncStream, parser: AnswerParser) -> None:
-        self._stream, self._parser = stream, parser
+    def __init__(self, request: Request, parser: AnswerParser) -> None:
+        super().__init__(request)
+        self._chunks, self._parser = AsyncStream(request), parser
 
     async def __anext__(self) -> ChatChunk:
-        return read_chunk(self._parser, await anext(self._stream))
+        return self._parser.read_chunk(await anext(self._chunks))
 
     async def result(self) -> ChatResult:
         """Wait for the end; return the whole answer, with the chunks that were already taken."""
         async for _ in self:
             pass
-        return ChatResult.of(self._stream.result(), self._parser)
-
-    def cancel(self) -> None:
-        """End the request, unless it has ended; its last chunk's reason is "cancelled"."""
-        self._stream.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *failure: object) -> None:
-        self.cancel()
-
-
-def read_chunk(parser: AnswerParser, chunk: Chunk) -> ChatChunk:
-    """Return a chunk's final pieces of an answer."""
-    pieces = tuple(parser.take(chunk))
-    reason = None if chunk.finish_reason is None else parser.reason
-    return ChatChunk(pieces, parser.call_deltas(pieces), reason, chunk)
+        return ChatResult.of(self._request.result(), self._parser)

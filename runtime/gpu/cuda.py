@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.errors import EngineError, advise_needing
+from mtpbuild.runtime.errors import EngineError, explain_missing_package
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -69,8 +69,8 @@ class Device:
         """The GPU's compute capability, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
-        found = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
-        return ".".join(map(str, found))
+        numbers = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
+        return ".".join(map(str, numbers))
 
     def free_memory(self) -> int:
         """Return the number of free bytes."""
@@ -172,7 +172,7 @@ def visible_gpus(group: str) -> int:
 
 
 def _import_bindings(group: str) -> Any:
-    with advise_needing("using a GPU needs", group):
+    with explain_missing_package("using a GPU", group):
         return import_module("cuda.bindings.runtime")
 
 

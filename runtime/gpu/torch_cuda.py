@@ -27,11 +27,11 @@ class Gpu:
     """
 
     def __init__(self, index: int = 0) -> None:
-        if not (found := visible_gpus()):
+        if not (count := visible_gpus()):
             built = "" if torch.version.cuda else " (this torch is built without CUDA)"
             raise EngineError(f"no NVIDIA GPU can be used here: torch finds none{built}")
-        if index >= found:
-            raise EngineError(f"GPU {index} is asked for, torch finds {found} (numbered from 0)")
+        if index >= count:
+            raise EngineError(f"GPU {index} is asked for, torch finds {count} (numbered from 0)")
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)  # else this thread would allocate on the first GPU
         # Sum bfloat16 products in fp32, as on other targets: cuBLAS may reduce split-K in bf16.

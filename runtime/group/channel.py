@@ -102,11 +102,11 @@ class Channel:
             )
         return name, arguments
 
-    def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def gather(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return all ranks' bytes [ranks, ..]; all ranks call it together, between programs."""
-        every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
+        every = torch.empty(self.ranks, *data.shape, dtype=torch.uint8)
         with self.unbroken():
-            dist.all_gather([*every], torch.from_numpy(own), group=self._groups[2])
+            dist.all_gather([*every], torch.from_numpy(data), group=self._groups[2])
         return every.numpy()
 
     def close(self) -> None:

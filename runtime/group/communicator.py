@@ -107,8 +107,8 @@ def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Commun
     """Connect this rank's GPU with those of the other ranks; all ranks call it together."""
     communicator = Communicator(library(), channel.rank, channel.ranks)
     with channel.unbroken():
-        own = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()
-        name = channel.gather(own)[0].tobytes()  # fails here if a rank has no GPU or no NCCL
+        invitation = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()
+        name = channel.gather(invitation)[0].tobytes()  # fails here if a rank has no GPU or no NCCL
         with environment(SETTINGS):
             run_within(channel.patience, partial(communicator.meet, device, name))
         channel.leaving.append(communicator.abort)

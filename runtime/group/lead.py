@@ -11,17 +11,26 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
-from mtpbuild.runtime.contract.programs import Bools, Programs, StepOutput
+from mtpbuild.runtime.contract.programs import (
+    Bools,
+    Overlapping,
+    PrefixCaching,
+    Programs,
+    StepOutput,
+)
 from mtpbuild.runtime.errors import EngineError, RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import find_own_folders, find_own_rank
 
+# What rank 0 forwards: the methods of the protocols, but those for files of rows.
+CALLS = {name for kind in (Programs, PrefixCaching) for name in vars(kind) if name[0] != "_"}
+CALLS -= {"features", "saved", "adopt"}
 RUNS = frozenset({"prefill", "step", "launch", "land"})  # calls that run programs
 DONE, REFUSED, FAILED = range(3)  # how host work ended; REFUSED: with False, FAILED: by raising
 
@@ -35,57 +44,52 @@ class Calls:
     reads the output of a numbered step. So steps overlap in the same way on all ranks.
     """
 
-    def __init__(self, own: Programs, channel: Channel) -> None:
-        self._own, self._channel = own, channel
+    def __init__(self, programs: Programs, channel: Channel) -> None:
+        self._programs, self._channel = programs, channel
         self._launched = dict[int, Callable[[], StepOutput]]()  # steps that are not read yet
 
-    def make(self, name: str, arguments: Sequence[Any]) -> Any:
+    def run_program(self, name: str, arguments: Sequence[Any]) -> Any:
         """Make a call that runs a program; store the checksum of a step's tokens."""
         if name == "launch":
-            number, *given = arguments
+            number, active, rows = arguments
             self._launched.pop(number - 2, None)  # this launch reuses its arrays
-            self._launched[number] = getattr(self._own, name)(*given)
+            self._launched[number] = cast(Overlapping, self._programs).launch(active, rows)
             return None
         if name == "land":
             result = self._launched.pop(*arguments)()
         else:
-            result = getattr(self._own, name)(*arguments)
+            result = getattr(self._programs, name)(*arguments)
         if name in ("step", "land"):
             self._channel.digest = zlib.crc32(result.tokens.tobytes())
         return result
 
-    def work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
+    def do_host_work(self, name: str, arguments: Sequence[Any]) -> Exception | bool:
         """Do host work on all ranks; return an error if it failed on any rank.
 
         Otherwise return False if any rank returned False, else True.
         """
         failure = None
         try:
-            ended = REFUSED if getattr(self._own, name)(*arguments) is False else DONE
+            ending = REFUSED if getattr(self._programs, name)(*arguments) is False else DONE
         except RankError:
             raise
         except Exception as error:
-            ended, failure = FAILED, error
-        every = self._channel.gather(np.array([ended], np.uint8))[:, 0]
-        if failure is None and FAILED in every:
-            rank = every.tolist().index(FAILED)
+            ending, failure = FAILED, error
+        endings = self._channel.gather(np.array([ending], np.uint8))[:, 0].tolist()
+        if failure is None and FAILED in endings:
+            rank = endings.index(FAILED)
             failure = RequestFailedError(f"the request failed: rank {rank} failed to {name}")
-        return failure or REFUSED not in every
-
-
-def _forward(name: str) -> Callable[..., Any]:
-    """Return the method of `LeadingPrograms` that makes this call on all ranks."""
-    return lambda self, *arguments: self._call(name, *arguments)
+        return failure or REFUSED not in endings
 
 
 class LeadingPrograms:
-    """Rank 0's programs; each call is sent to the other ranks first."""
+    """Rank 0's programs; each call in CALLS is sent to the other ranks first."""
 
-    def __init__(self, own: Programs, channel: Channel) -> None:
-        self.lookahead = own.lookahead
+    def __init__(self, programs: Programs, channel: Channel) -> None:
+        self.lookahead = programs.lookahead
         known = {Feature.PREFIX_CACHE, Feature.OVERLAP}
-        self.features = own.features & known | {Feature.SHARE}
-        self._channel, self._calls = channel, Calls(own, channel)
+        self.features = programs.features & known | {Feature.SHARE}
+        self._channel, self._calls = channel, Calls(programs, channel)
         self._numbers = itertools.count()
         channel.ready()
         self.close = weakref.finalize(self, channel.close)  # garbage collection calls it too
@@ -94,11 +98,10 @@ class LeadingPrograms:
     def failure(self) -> str | None:
         return self._channel.failure
 
-    prefill, step = _forward("prefill"), _forward("step")
-    begin, move, clear = _forward("begin"), _forward("move"), _forward("clear")
-    finite, discard = _forward("finite"), _forward("discard")
-    save_rows, save_states = _forward("save_rows"), _forward("save_states")
-    load_rows, load_states = _forward("load_rows"), _forward("load_states")
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
         """Launch a step on all ranks; the result reads it on all of them."""
@@ -111,23 +114,24 @@ class LeadingPrograms:
         with self._channel.unbroken():
             self._channel.broadcast(call)
             if name in RUNS:
-                return self._calls.make(name, arguments)
-            result = self._calls.work(name, arguments)
+                return self._calls.run_program(name, arguments)
+            result = self._calls.do_host_work(name, arguments)
         if isinstance(result, Exception):
             raise result
         return result
 
 
-def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
+def lead(folder: Path, manifest: Manifest, load: LoadRank) -> Programs:
     """Load rank 0's programs of an engine whose files were checked."""
     if rank := find_own_rank(folder, manifest):
         raise EngineError(
             f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.programs.follow)"
         )
-    *_, (own_folder, own) = find_own_folders(folder, manifest)
+    *_, (rank_folder, rank_manifest) = find_own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:
-        return LeadingPrograms(load(own_folder, own, channel=channel), channel)
+        programs = load(rank_folder, rank_manifest, channel=channel)
+        return cast(Programs, LeadingPrograms(programs, channel))
     except BaseException:
         channel.close()
         raise
@@ -140,19 +144,14 @@ def repeat_calls(folder: Path, manifest: Manifest, load: LoadRank) -> None:
         raise UsageError("rank 0 is the engine: Engine.load")
     channel = Channel(rank, manifest.build.tp)
     try:
-        for own_folder, own in find_own_folders(folder, manifest):  # other ranks notice a failure
-            check_files(own_folder, own)
-        _repeat(load(own_folder, own, channel=channel), channel)
+        for rank_folder, rank_manifest in find_own_folders(folder, manifest):
+            check_files(rank_folder, rank_manifest)  # other ranks notice a failure
+        calls = Calls(load(rank_folder, rank_manifest, channel=channel), channel)
+        channel.ready()
+        while (call := channel.receive())[0] != "end":
+            if call[0] in RUNS:
+                calls.run_program(*call)
+            elif call[0] != "wait":
+                calls.do_host_work(*call)  # gathers the result; rank 0 handles a failure
     finally:
         channel.close()
-
-
-def _repeat(own: Programs, channel: Channel) -> None:
-    """Repeat rank 0's calls until it sends `end`."""
-    channel.ready()
-    calls = Calls(own, channel)
-    while (call := channel.receive())[0] != "end":
-        if call[0] in RUNS:
-            calls.make(*call)
-        elif call[0] != "wait":
-            calls.work(*call)  # gathers the result on all ranks; rank 0 handles a failure

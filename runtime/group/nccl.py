@@ -2,6 +2,9 @@
 
 Rank 0's messages are sent with gloo, as on CPUs (`channel.py`). NCCL's kernels wait for ever if
 another rank has ended. So the host checks for errors while it waits for the GPU, and aborts.
+
+With `--allreduce-strategy one-shot` ranks sum through memory that all GPUs share. A kernel waits
+for the signals of all ranks, so the host that notices a lost rank sets the signals itself.
 """
 
 import contextlib
@@ -17,10 +20,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.contract.sums import BLOCKS, BYTES, CALLS, PROGRAMS, RANKS
+from mtpbuild.runtime.errors import EngineError, RankError, take_first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
 from mtpbuild.runtime.group.channel import GRACE, Channel, silence, use_in_programs
-from mtpbuild.runtime.group.start import environment
+from mtpbuild.runtime.group.start import count_ranks_on_machine, environment
 from mtpbuild.runtime.threads import start_daemon
 
 SETTINGS = {
@@ -35,6 +39,8 @@ SETTINGS = {
     "NCCL_GRAPH_MIXING_SUPPORT": "1",
 }
 T = TypeVar("T")
+FAR = 1 << 30  # calls ahead; no rank makes this many before it leaves
+ADVICE = "build it with `--allreduce-strategy nccl`"
 ABORTING = 10.0  # seconds that an abort may take
 
 
@@ -119,3 +125,42 @@ def run_within(seconds: float, work: Callable[[], T]) -> T:
         return start_daemon(work).result(seconds)
     except TimeoutError:
         raise RuntimeError("timed out") from None
+
+
+def share_memory(gpu: Gpu, channel: Channel, peers: Peers) -> Tensor:
+    """Share memory between the ranks' GPUs; all ranks call it together.
+
+    Returns the constant for one-shot sums, [ranks + 1] int64 on the GPU: the address of each
+    rank's memory, then this rank's number.
+    """
+    here = count_ranks_on_machine(channel.ranks)
+    if here < channel.ranks:
+        raise EngineError(
+            f"one-shot sums need all {channel.ranks} ranks on one machine, it has {here}: {ADVICE}"
+        )
+    try:
+        memory, addresses = run_within(channel.patience, partial(peers.share, BYTES))
+    except (AttributeError, ImportError, RuntimeError) as error:
+        raise EngineError(
+            f"one-shot sums need GPUs that see each other's memory ({take_first_line(error)}): "
+            f"{ADVICE}"
+        ) from None
+    gpu.run(partial(release, memory))  # loads its kernel now: a hanging GPU could not load it
+    gpu.run(memory.zero_)
+    gpu.settle(lambda: None)
+    with channel.unbroken():
+        dist.barrier()  # no rank may signal before all memories are zeros
+    channel.leaving.append(partial(_free, gpu, memory))
+    return torch.tensor([*addresses, channel.rank], device=gpu.device)
+
+
+def release(memory: Tensor) -> None:
+    """Set all signals in this rank's memory far ahead, so that its kernels stop waiting."""
+    signals = memory[:CALLS].view(torch.int32).view(PROGRAMS, RANKS)
+    calls = memory[CALLS:BLOCKS].view(torch.int32)[:, None]
+    torch.add(calls.expand_as(signals), FAR, out=signals)  # no allocation: that might block
+
+
+def _free(gpu: Gpu, memory: Tensor) -> None:
+    with contextlib.suppress(RuntimeError):  # after an error of the GPU nothing can be freed
+        gpu.aside(partial(release, memory))

@@ -117,8 +117,8 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
     values: dict[str, object] = {name: known[name] for name in FLAGS}
     values |= {**target.build_flags(manifest), "rank": rank, "out": folder}
-    given = ((name, value) for name, value in values.items() if value is not None)
-    flags = [f"--{name.replace('_', '-')} {value}" for name, value in given]
+    flag_values = ((name, value) for name, value in values.items() if value is not None)
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in flag_values]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 
@@ -186,12 +186,12 @@ def start_ranks(folder: Path, manifest: Manifest, threads: int | None = None) ->
             LISTENER: "",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        own = _make_rank_variables(0) | {LISTENER: str(listener.fileno())}
+        leader = _make_rank_variables(0) | {LISTENER: str(listener.fileno())}
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
                 followers.append(Follower(folder, rank, threads, group))
-            with environment(group | own):
+            with environment(group | leader):
                 yield
             patience = 10.0
         except RankError as error:

@@ -52,8 +52,8 @@ class PrefixCache:
         request, slot = filling.request, filling.slot
         scored = request.params.prompt_logprobs is not None  # such a prompt is filled in completely
         prompt, salt = [] if scored else request.prompt, request.params.cache_salt or ""
-        most = len(prompt) - 1 - self._refilled
-        path, states = self.tree.find(prompt, most, salt, states=self.recurrent)
+        max_rows = len(prompt) - 1 - self._refilled
+        path, states = self.tree.find(prompt, max_rows, salt, states=self.recurrent)
         if path:
             self._programs.load_rows(slot, [(block.number, rows) for block, rows in path])
         if states is not None:
@@ -101,17 +101,17 @@ class PrefixCache:
             self._adopt(block, {name: array[span] for name, array in rows.items()}, file)
         for count, arrays in states.items():
             block = path[(count - 1) // BLOCK]
-            if (own := count - block.span.start) not in block.states:
-                entry = self.tree.add_states(block, own, 0, pinned=True)
+            if (rows_before := count - block.span.start) not in block.states:
+                entry = self.tree.add_states(block, rows_before, 0, pinned=True)
                 self._adopt(entry, arrays, file)
 
     def restore(self, folder: PrefixFolder) -> None:
         """Add the entries that earlier processes left in the folder; they are read on first use."""
-        tree, found, restored = self.tree, [*folder.spans()], dict[int, CacheEntry]()
+        tree, spans, restored = self.tree, [*folder.spans()], dict[int, CacheEntry]()
         blocks = {e.key: e for e in tree.entries() if isinstance(e, Block)}
         # Parents come before their children, blocks before their states; age 0 is the oldest.
-        for age in sorted(range(len(found)), key=lambda age: (found[age].start, found[age].states)):
-            span, rows = found[age], len(found[age].tokens) - tree.lookahead
+        for age in sorted(range(len(spans)), key=lambda age: (spans[age].start, spans[age].states)):
+            span, rows = spans[age], len(spans[age].tokens) - tree.lookahead
             parent = blocks.get(span.parent) or (None if span.start else tree.root(span.parent))
             block = None if parent is None else parent.covering(span.tokens)
             if span.states and block is not None and rows not in block.states:
@@ -146,9 +146,9 @@ class PrefixCache:
         if not states or len(path) * BLOCK < rows:  # there was no room
             return
         last = path[-1]
-        own = rows - last.span.start
-        if own not in last.states and self.tree.make_room(self._states_size):
-            entry = self.tree.add_states(last, own, self._states_size)
+        rows_before = rows - last.span.start
+        if rows_before not in last.states and self.tree.make_room(self._states_size):
+            entry = self.tree.add_states(last, rows_before, self._states_size)
             self._keep([entry], partial(self._programs.save_states, slot, entry.number))
 
     def _keep(self, entries: Sequence[CacheEntry], save: Callable[[], bool]) -> bool:

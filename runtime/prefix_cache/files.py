@@ -58,12 +58,12 @@ class PrefixFile:
     @property
     def states(self) -> dict[int, dict[str, NDArray[Any]]]:
         """The recurrent states, by the number of the file's rows before them."""
-        found: dict[int, dict[str, NDArray[Any]]] = {}
+        states: dict[int, dict[str, NDArray[Any]]] = {}
         for tensor, array in self.tensors.items():
             name, at, rows = tensor.rpartition("@")
             if at:
-                found.setdefault(int(rows), {})[name] = array
-        return found
+                states.setdefault(int(rows), {})[name] = array
+        return states
 
     @property
     def is_whole(self) -> bool:
@@ -142,15 +142,15 @@ class PrefixFiles:
 
 def identity(manifest: Manifest) -> str:
     """Return a hash of all that rows depend on: the build, and its files without prefixes."""
-    own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
-    parts = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
+    hashes = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    parts = [manifest.build.fingerprint, hashes, [s.model_dump() for s in manifest.state]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _compute_digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
     digest = hashlib.sha256(json.dumps([about, header], sort_keys=True).encode())
-    for each in data:
-        digest.update(each)
+    for piece in data:
+        digest.update(piece)
     return digest.hexdigest()
 
 
@@ -191,4 +191,7 @@ def check_prefixes(folder: Path, manifest: Manifest) -> None:
     """Raise EngineFileError if a prefix has changed or belongs to another engine."""
     for name, file in open_prefixes(folder, manifest):
         if not file.is_whole:
-            raise EngineFileError(f"{folder / name_prefix_file(name)}: bytes changed; {COPY_AGAIN}")
+            path = folder / name_prefix_file(name)
+            raise EngineFileError(
+                f"{path} differs from what the build wrote (sha256); {COPY_AGAIN}"
+            )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.errors import UsageError, advise_needing
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 from mtpbuild.runtime.prefix_cache.files import STATES, Arrays, PrefixFiles
 from mtpbuild.runtime.prefix_cache.tree import CacheEntry, RowSpan
 
@@ -127,7 +127,7 @@ class PrefixFolder:
 
 def _lock_folder(folder: Path) -> "BaseFileLock":
     """Lock a folder for this process; raise UsageError if another process has it."""
-    with advise_needing("prefix_cache_dir needs", "serve"):
+    with explain_missing_package("prefix_cache_dir", "serve"):
         from filelock import FileLock, Timeout
     lock = FileLock(folder / "lock", timeout=0.2)
     try:

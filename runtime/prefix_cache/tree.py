@@ -64,8 +64,8 @@ class Block(CacheEntry):
         near = self.followers[max(0, at - 1) : at + 1]
         if near and near[-1].tokens[: len(tokens)] == tokens:
             return near[-1], len(tokens)
-        found = [(count_common(tokens, block.tokens), block) for block in near]
-        shared, block = max(found, key=lambda each: each[0], default=(0, None))
+        matches = [(count_common(tokens, block.tokens), block) for block in near]
+        shared, block = max(matches, key=lambda match: match[0], default=(0, None))
         return block, shared
 
     def covering(self, tokens: tuple[int, ...]) -> "Block | None":
@@ -91,18 +91,18 @@ class PrefixTree:
         self._numbers = itertools.count()
 
     def find(
-        self, tokens: Sequence[int], most: int, salt: str, *, states: bool = False
+        self, tokens: Sequence[int], max_rows: int, salt: str, *, states: bool = False
     ) -> tuple[Match, CacheEntry | None]:
-        """Return the path of a prompt's first rows, at most `most` of them.
+        """Return the path of a prompt's first rows, at most `max_rows` of them.
 
         states: end the path at recurrent states, and return them, too.
         """
-        path, last = self._find_longest_path(tokens, most, salt, states)
+        path, last = self._find_longest_path(tokens, max_rows, salt, states)
         for entry in (*(block for block, _ in path), last):
             if entry is not None and entry.load is not None:
                 if not entry.load():
                     self.drop(entry)
-                    return self.find(tokens, most, salt, states=states)
+                    return self.find(tokens, max_rows, salt, states=states)
                 entry.load = None
         self._round += 1
         self.use(last or (path[-1][0] if path else None))
@@ -129,9 +129,9 @@ class PrefixTree:
         ]
         block, path = self.root(make_root_key(salt)), list[Block]()
         for part in parts:
-            if (found := block.covering(part)) is None:
+            if (follower := block.covering(part)) is None:
                 break
-            path.append(block := found)
+            path.append(block := follower)
         self.use(block)
         for part in parts[(known := len(path)) :]:
             size = row_size * (len(part) - self.lookahead)
@@ -193,10 +193,10 @@ class PrefixTree:
             parent.followers.remove(entry)
         else:
             parent.states = {n: other for n, other in parent.states.items() if other is not entry}
-        for each in [*walk_below(entry)]:
-            self._order.pop(each, None)
-            self.used -= each.size
-            self._evict(each)
+        for dropped in [*walk_below(entry)]:
+            self._order.pop(dropped, None)
+            self.used -= dropped.size
+            self._evict(dropped)
         if parent.parent is None and not parent.followers:
             self.roots.pop(parent.key, None)
 
@@ -223,19 +223,19 @@ class PrefixTree:
         return self.roots.get(key) or Block(None, RowSpan("", 0, ()), key, 0, 0, pinned=True)
 
     def _find_longest_path(
-        self, tokens: Sequence[int], most: int, salt: str, states: bool
+        self, tokens: Sequence[int], max_rows: int, salt: str, states: bool
     ) -> tuple[Match, CacheEntry | None]:
         path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
         node: Block | None = self.root(make_root_key(salt))
         at, last = 0, None
-        while node is not None and at < most:
-            own = tuple(tokens[at : at + BLOCK + self.lookahead])
+        while node is not None and at < max_rows:
+            following = tuple(tokens[at : at + BLOCK + self.lookahead])
             for block in node.followers if states else ():
-                usable = min(count_common(own, block.tokens) - self.lookahead, most - at)
+                usable = min(count_common(following, block.tokens) - self.lookahead, max_rows - at)
                 if (rows := max((r for r in block.states if r <= usable), default=0)) > 0:
                     best, last = [*path, (block, rows)], block.states[rows]
-            near, shared = node.nearest(own)
-            rows = min(shared - self.lookahead, most - at)
+            near, shared = node.nearest(following)
+            rows = min(shared - self.lookahead, max_rows - at)
             if near is None or rows <= 0:
                 break
             path.append((near, rows))

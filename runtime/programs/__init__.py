@@ -34,8 +34,8 @@ def find_load(
 ) -> Callable[..., Programs]:
     """Return the target's `load`, with its options."""
     target = find_target(manifest.target.name)
-    given = {name: value for name, value in options.items() if value not in (None, False)}
-    chosen = make_options(target.name, given, load_options)
+    chosen_options = {name: value for name, value in options.items() if value not in (None, False)}
+    chosen = make_options(target.name, chosen_options, load_options)
     with target.importing():
         load = import_module(target.programs).load
     return partial(load, threads=threads, **vars(chosen))

@@ -6,11 +6,11 @@ same calls, for all ranks' slots, numbered rank by rank; each computes its own s
 
 from collections import deque
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
-from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs.slots import Slots
@@ -24,12 +24,17 @@ class AttentionDP(Slots):
 
     _channel: Channel
 
-    def _join(self, channel: Channel, manifest: Manifest) -> None:
-        """Set up the slots of all ranks; call it before any request or capture of a step."""
-        self._rank, ranks, slots = channel.rank, manifest.build.tp, manifest.build.max_batch
-        self._every_active = np.zeros((ranks, slots), np.bool_)
-        self._every_mixed = np.zeros((ranks, slots), np.bool_)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Load this rank's programs, and set up the slots of all ranks."""
+        super().__init__(*arguments, **options)
+        self._rank, ranks = self._channel.rank, self._channel.ranks
+        self._every_active = np.zeros((ranks, self._batch), np.bool_)
+        self._every_mixed = np.zeros((ranks, self._batch), np.bool_)
         self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
+        self._allocate_padding()
+
+    def _allocate_padding(self) -> None:
+        """Allocate what a padding prefill writes to, as all slots may be in use."""
 
     def _prefill_padding(self, chunk: int) -> None:
         """Run a padding prefill of `chunk` tokens, whose results are not used."""
@@ -86,18 +91,18 @@ class AttentionDP(Slots):
     def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
         """Choose the program and the number of slots that suffice for every rank."""
         on_any_rank = np.logical_or.reduce  # [ranks, slots] -> [slots]
-        every = self._every_active
-        return super()._choose(on_any_rank(every), on_any_rank(every & self._every_mixed))
+        mixed_slots = self._every_active & self._every_mixed
+        return super()._choose(on_any_rank(self._every_active), on_any_rank(mixed_slots))
 
-    def _gather(self, own: StepOutput) -> StepOutput:
-        """Gather the step output of all ranks' slots; each rank has computed its own."""
-        given = {f.name: getattr(own, f.name) for f in fields(own)}
-        arrays = {name: array for name, array in given.items() if array is not None}
+    def _gather(self, output: StepOutput) -> StepOutput:
+        """Gather the step output of all ranks' slots from those of this rank's slots."""
+        values = ((field.name, getattr(output, field.name)) for field in fields(output))
+        arrays = {name: array for name, array in values if array is not None}
         packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])
         ends = np.cumsum([array.nbytes for array in arrays.values()])
         pieces = np.split(self._channel.gather(packed), ends[:-1], axis=1)  # [ranks, bytes] each
-        every = {
+        gathered = {
             name: np.ascontiguousarray(piece).view(array.dtype).reshape(-1, *array.shape[1:])
             for (name, array), piece in zip(arrays.items(), pieces, strict=True)
         }
-        return StepOutput(**every)
+        return StepOutput(**gathered)

@@ -31,12 +31,12 @@ class DeviceSlots(Slots):
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         chunk, copy = len(tokens) - self.lookahead, self._memory.copy
-        given = self._make_prompt_inputs(start, tokens)
+        inputs = self._make_prompt_inputs(start, tokens)
         padded = np.zeros(self._prompt["tokens"].shape, np.int64)
-        padded[:, :chunk] = given["tokens"]
-        given["tokens"] = padded
-        for name, own in self._prompt.items():
-            copy(given[name] if name in given else self._state[name][slot : slot + 1], own)
+        padded[:, :chunk] = inputs["tokens"]
+        inputs["tokens"] = padded
+        for name, target in self._prompt.items():
+            copy(inputs[name] if name in inputs else self._state[name][slot : slot + 1], target)
         for name, result in self._run_prefill(slot, start, chunk).items():
             copy(result, self._state[name][slot : slot + 1])
 

@@ -107,12 +107,12 @@ class HostSlots(Slots):
         if missed := self._missed[slot]:
             carries = self._carries[self._now]
             tokens = np.array([*(token for token, _ in missed), carries["window"][slot, 0]])
-            given = self._make_prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
+            inputs = self._make_prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
             hidden = np.stack([hidden for _, hidden in missed])[None]
-            self._run_chunk(FILL_DRAFTER, slot, given | {HIDDEN: hidden})
+            self._run_chunk(FILL_DRAFTER, slot, inputs | {HIDDEN: hidden})
             self._missed[slot] = []
 
-    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
+    def _run_chunk(self, program: str, slot: int, inputs: Arrays) -> Arrays:
         """Run a program on a chunk of a prompt; the next run may overwrite the returned outputs."""
         raise NotImplementedError
 

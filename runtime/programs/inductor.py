@@ -14,12 +14,14 @@ from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.group.start import find_own_gpu
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, name_this_machine, open_packages
-from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
-from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.inductor_ranks import (
+from mtpbuild.runtime.programs.inductor_cpu import (
     CpuAttentionDPPrograms,
     CpuRankPrograms,
+    InductorPrograms,
+)
+from mtpbuild.runtime.programs.inductor_cuda import (
     CudaAttentionDPPrograms,
+    CudaPrograms,
     CudaRankPrograms,
 )
 

@@ -1,25 +1,36 @@
-"""AOTInductor programs on a GPU: state stays in its memory, a step is one CUDA graph."""
+"""AOTInductor programs on a GPU: state stays in its memory, a step is one CUDA graph.
 
+An engine may have several ranks, with attention-DP or not.
+"""
+
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, TensorSpec
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError, take_first_line
 from mtpbuild.runtime.gpu.torch_cuda import Gpu, Wait, Work
+from mtpbuild.runtime.group.channel import Channel, silence
+from mtpbuild.runtime.group.nccl import Peers, connect, share_memory, watch
 from mtpbuild.runtime.programs.aot_package import Opener
+from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import round_up_rows
 from mtpbuild.runtime.programs.slots import JUDGED, Arrays, list_result_specs, make_step_output
 
+T = TypeVar("T")
+AHEAD = 2  # calls that may be queued on a GPU before the host waits for the oldest
 ALIGNMENT = 16  # bytes; compiled code assumes it of its inputs' addresses
 
 
@@ -37,8 +48,8 @@ class Report:
         self.tensors = {}
         for name, dtype, shape in sizes:
             at = cast(Any, layout.fields)[name][1]  # offset in bytes
-            own = self._memory[at : at + layout[name].itemsize]
-            self.tensors[name] = own.view(getattr(torch, dtype)).view(shape)
+            piece = self._memory[at : at + layout[name].itemsize]
+            self.tensors[name] = piece.view(getattr(torch, dtype)).view(shape)
         self._pages = [gpu.pinned(layout.itemsize) for _ in range(2)]
         records = [page.numpy().view(layout) for page in self._pages]
         self._arrays = [{name: record[name][0] for name in self.tensors} for record in records]
@@ -83,9 +94,9 @@ class CudaPrograms(DeviceSlots):
 
     def _fill_rows(self, caches: dict[str, Tensor], chunk: int) -> None:
         """Queue prefill of a chunk of a prompt, with caches [1, 1, rows, C]."""
-        given = self._prompt | caches
-        given["tokens"] = given["tokens"][:, :chunk]
-        inputs = assert_aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
+        tensors = self._prompt | caches
+        tensors["tokens"] = tensors["tokens"][:, :chunk]
+        inputs = assert_aligned([tensors[spec.name] for spec in self._programs[PREFILL].inputs])
         self._gpu.run(partial(self._packages[PREFILL].run, inputs))
 
     def step(self, active: Bools, rows: int) -> StepOutput:
@@ -148,6 +159,83 @@ class CudaPrograms(DeviceSlots):
         self._gpu.run(work)
         self._wait(self._gpu.mark())
         return self._gpu.capture(work)
+
+
+class CudaRankPrograms(CudaPrograms):
+    """The programs of one rank on a GPU.
+
+    NCCL's collectives are captured with the steps. NCCL requires that all ranks capture and launch
+    the same collectives in the same order on a communicator. This holds because ranks make the same
+    calls, on one stream each. Rank 0 decides whether steps are captured at all.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        peers: type[Peers],
+        manifest: Manifest,
+        gpu: Gpu,
+        opener: Opener,
+        *,
+        graphs: bool = True,
+    ) -> None:
+        self._channel, self._peers = channel, connect(gpu, channel, peers)
+        self._queued = deque[Wait]()
+        if manifest.target.allreduce_strategy is not None:
+            opener = partial(opener, peers=share_memory(gpu, channel, self._peers))
+        channel.leaving.append(partial(_finish_queued_work, gpu, channel, self._peers))
+        super().__init__(manifest, gpu, opener, graphs=graphs)
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        self._queue_bounded(partial(super().prefill, slot, start, tokens))
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        return self._queue_bounded(partial(super().launch, active, rows))
+
+    def _queue_bounded(self, work: Callable[[], T]) -> T:
+        """Queue a call's work; if more than AHEAD are queued, wait for the oldest."""
+        with self._channel.unbroken(), silence:
+            queued = work()
+            self._queued.append(self._gpu.mark())
+            while len(self._queued) > AHEAD:
+                self._wait(self._queued.popleft())
+            return queued
+
+    def _wait(self, mark: Wait) -> None:
+        with self._channel.unbroken():
+            mark(watch(self._channel, self._peers))
+
+    def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
+        with self._channel.unbroken(), silence:
+            dist.barrier()  # the first run needs all ranks, and some may still read their weights
+            return super()._prepare_all(self._channel.share(graphs))
+
+
+class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
+    """The programs of one attention-DP rank on a GPU; results are gathered when they are read."""
+
+    def _allocate_padding(self) -> None:
+        rows = round_up_rows(self._prompt["tokens"].shape[1], self._capacity)
+        self._padding_caches = {
+            spec.name: self._gpu.zeros((1, 1, rows, spec.sizes["width"]), spec.dtype)
+            for spec in self._caches.specs
+        }
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        read_output = super().launch(self._find_own_active(active), rows)
+        return lambda: self._gather(read_output())
+
+    def _prefill_padding(self, chunk: int) -> None:
+        self._gpu.copy(np.zeros(1, np.int64), self._prompt["start"])
+        rows = round_up_rows(chunk, self._capacity)
+        caches = {name: cache[:, :, :rows] for name, cache in self._padding_caches.items()}
+        self._queue_bounded(lambda: self._fill_rows(caches, chunk))
+
+
+def _finish_queued_work(gpu: Gpu, channel: Channel, peers: Peers) -> None:
+    """Wait for a step that all ranks have launched and not read."""
+    with contextlib.suppress(EngineError, RuntimeError):  # a lost rank: nobody reads the step
+        gpu.settle(watch(channel, peers))
 
 
 def assert_aligned(inputs: list[Tensor]) -> list[Tensor]:

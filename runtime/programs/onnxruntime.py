@@ -124,19 +124,19 @@ class OnnxPrograms(HostSlots):
             self._sessions = dict(zip(names, pool.map(self._open_session, names), strict=True))
         self._slots = 0  # the last step's number of slots; both copies are equal from there on
 
-    def _run_chunk(self, program: str, slot: int, given: Arrays) -> Arrays:
+    def _run_chunk(self, program: str, slot: int, inputs: Arrays) -> Arrays:
         names = {t.name for t in self._programs[program].inputs} & self._carries[0].keys()
         before, after = (
             {name: self._carries[i][name][slot : slot + 1] for name in names}
             for i in (self._now, 1 - self._now)
         )
-        chunk = given["tokens"].shape[1]
+        chunk = inputs["tokens"].shape[1]
         outputs = {
             t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
             for t in list_result_specs(self._programs[program])
         }
         results = name_outputs(after) | outputs
-        self._run(self._bind(program, slot, 1, before | given, results), program)
+        self._run(self._bind(program, slot, 1, before | inputs, results), program)
         for name, array in after.items():
             before[name][:] = array
         return outputs
@@ -152,9 +152,9 @@ class OnnxPrograms(HostSlots):
         T = outputs["tokens"].shape[1]
         key = program, self._now, slots
         if key not in self._bindings:
-            given = before | self._controls | {"active": self._active}
+            inputs = before | self._controls | {"active": self._active}
             results = name_outputs(after) | outputs
-            self._bindings[key] = self._bind(program, 0, slots, given, results)
+            self._bindings[key] = self._bind(program, 0, slots, inputs, results)
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
@@ -173,16 +173,16 @@ class OnnxPrograms(HostSlots):
         program: str,
         first: int,
         count: int,
-        given: Arrays,
+        arrays: Arrays,
         results: Arrays,
     ) -> Any:
-        """Bind the slots' caches, the program's inputs from `given`, and its `results`."""
+        """Bind the slots' caches, the program's inputs from `arrays`, and its `results`."""
         if program not in self._sessions:  # rarely needed programs are loaded at their first use
             self._sessions[program] = self._open_session(program)
         binding = self._sessions[program].io_binding()
         inputs = {t.name for t in self._programs[program].inputs}
-        for name in given.keys() & inputs:
-            value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
+        for name in arrays.keys() & inputs:
+            value = ort.OrtValue.ortvalue_from_numpy(arrays[name][:count])
             binding.bind_ortvalue_input(name, value)
         # A step without drafts passes on no `draft_probs`, since nobody reads them after it.
         for name in results.keys() & {t.name for t in self._programs[program].outputs}:
@@ -194,10 +194,15 @@ class OnnxPrograms(HostSlots):
             if name not in inputs:
                 continue
             start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
-            kind = BFLOAT16 if view.dtype == np.uint16 else view.dtype
-            buffer = device, 0, kind, view.shape, start
-            binding.bind_input(name, *buffer)
-            binding.bind_output(name + ".out", *buffer)
+            buffer: dict[str, Any] = {
+                "device_type": device,
+                "device_id": 0,
+                "element_type": BFLOAT16 if view.dtype == np.uint16 else view.dtype,
+                "shape": view.shape,
+                "buffer_ptr": start,
+            }
+            binding.bind_input(name, **buffer)
+            binding.bind_output(name + ".out", **buffer)
         return binding
 
     def _open_session(self, program: str) -> Any:
@@ -282,7 +287,7 @@ def load(
     on_host, state, build = provider == "cpu", manifest.state, manifest.build
     if build.cpu_layout is not None and not on_host:
         raise EngineError(
-            f"{folder}: its operators are for CPUs: build it as portable for provider {provider}"
+            f"{folder}: this engine runs on CPUs only; for provider {provider} build it as portable"
         )
     if build.cpu_layout is None and build.block_size is not None:
         raise EngineError(

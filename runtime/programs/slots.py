@@ -10,6 +10,7 @@ from mtpbuild.runtime.contract.controls import ALLOWED, GREEDY, HISTORY, StepCon
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import (
     MIXED,
+    NO_VALUE,
     PLAIN,
     Bools,
     Ints,
@@ -21,7 +22,6 @@ from mtpbuild.runtime.contract.programs import (
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-NO_VALUE = -128  # plugins/int8_rows.py
 JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
 Arrays: TypeAlias = dict[str, NDArray[Any]]  # on the host, by name
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
@@ -63,7 +63,7 @@ class Caches:
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
         specs = [s for s in state if s.role == "rows"]
-        self._memory, self._specs = memory, specs
+        self._memory, self.specs = memory, specs
         self._capacity = max((s.sizes["rows"] for s in specs), default=0)
         self._flat = {
             s.name: memory.zeros((s.sizes["batch"] * self._capacity, s.sizes["width"]), s.dtype)
@@ -102,7 +102,7 @@ class Caches:
 
     def clear(self, slot: int) -> None:
         """Set the slot's rows to zero."""
-        for s in self._specs:
+        for s in self.specs:
             zeros = np.zeros((1, *s.shape[1:]), host_type(s.dtype))
             self._memory.copy(zeros, self.tensors[s.name][slot : slot + 1])
 
@@ -137,7 +137,7 @@ class Slots:
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that need the mixed program
         self._bindings: dict[Any, Any] = {}  # programs' inputs; cleared when the layout changes
-        self._most = self._nextn = manifest.build.nextn
+        self._max_nextn = self._nextn = manifest.build.nextn
         self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}  # for the prefix cache
         # The newest tokens of each slot that its drafter has missed, each with its hidden state.
         self._missed: list[list[tuple[int, Any]]] = [[] for _ in range(self._batch)]
@@ -235,8 +235,8 @@ class Slots:
         carries = self._carries[self._now]
         for held in (*self._carries, self._controls):
             for name, array in held.items():
-                given = carries.get(name, array)[source : source + 1]
-                self._memory.copy(given, array[target : target + 1])
+                row = carries.get(name, array)[source : source + 1]
+                self._memory.copy(row, array[target : target + 1])
         self._mixed[target], self._missed[target] = self._mixed[source], self._missed[source]
 
     def draft(self, nextn: int) -> None:
@@ -256,7 +256,7 @@ class Slots:
         each number of slots gain from that.
         """
         kind = MIXED if (mixed & active).any() else PLAIN
-        program = name_program(kind, self._nextn, self._most)
+        program = name_program(kind, self._nextn, self._max_nextn)
         return program, len(active) - int(active[::-1].argmax())
 
     def _allocate_zeros(self, tensors: Iterable[TensorSpec]) -> dict[str, Array]:
@@ -267,8 +267,8 @@ class Slots:
     def _make_prompt_inputs(self, start: int, tokens: Ints) -> Arrays:
         """Return prefill's inputs from the host: a chunk, the tokens after it, and its start."""
         chunk = len(tokens) - self.lookahead
-        given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
-        return given | {"start": np.array([start], np.int64)}
+        inputs = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
+        return inputs | {"start": np.array([start], np.int64)}
 
 
 def list_result_specs(program: ProgramSpec) -> list[TensorSpec]:

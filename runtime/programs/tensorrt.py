@@ -29,11 +29,11 @@ def held_bytes(folder: Path, manifest: Manifest) -> int:
     total, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
     for name, program in manifest.programs.items():
         size += manifest.files[program.file].size
-        given = list_shared_weights(folder, name)
+        names = list_shared_weights(folder, name)
         if CONSTANTS.format(name) in manifest.files:  # refit restores its other weights
-            size += total - sum(weights[each].nbytes for each in given)
-        shared |= set(given)
-    return size + sum(weights[each].nbytes for each in shared)
+            size += total - sum(weights[weight].nbytes for weight in names)
+        shared |= set(names)
+    return size + sum(weights[weight].nbytes for weight in shared)
 
 
 def load(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
-from mtpbuild.runtime.errors import EngineError, advise_needing
+from mtpbuild.runtime.errors import EngineError, explain_missing_package
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.programs.mapped_weights import map_tensors
 
@@ -21,7 +21,7 @@ BITS = (np.uint8, np.uint16)  # stand for types that NumPy lacks: quantised valu
 
 def tensorrt_api(target: str) -> ModuleType:
     """Import the module of a target; raises MissingDependencyError."""
-    with advise_needing(f"target {target} needs", target):
+    with explain_missing_package(f"target {target}", target):
         return import_module(MODULES[target])
 
 
@@ -66,11 +66,11 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
     log = make_error_logger(trt)
     log.errors.clear()
     refitter = trt.Refitter(engine, log)
-    own = map_tensors(folder / WEIGHTS) | map_tensors(path)  # must live until the refit
-    weights = {name: values.ravel() for name, values in own.items()}
+    tensors = map_tensors(folder / WEIGHTS) | map_tensors(path)  # must live until the refit
+    weights = {name: values.ravel() for name, values in tensors.items()}
     for name in refitter.get_all_weights():
-        given = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))
-        if given is None or not refitter.set_named_weights(name, given):
+        stored = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))
+        if stored is None or not refitter.set_named_weights(name, stored):
             raise EngineError(f"{path}: {name} of {program} does not fit; rebuild the engine")
     if not refitter.refit_cuda_engine():
         raise EngineError(f"{path}: TensorRT can't refit {program} ({log.first()}); rebuild it")

@@ -61,13 +61,13 @@ class CompiledProgram:
         self._path = path
         if (path.parent / CONSTANTS.format(path.stem)).exists():  # compiled without its weights
             refit(trt, self._engine, path.parent, path.stem)
-        given = {WEIGHT.format(name) for name in list_shared_weights(path.parent, path.stem)}
-        own = {name: array for name, array in weights.items() if name in given}
-        self._check(trt, spec, caches, own)
+        names = {WEIGHT.format(name) for name in list_shared_weights(path.parent, path.stem)}
+        shared = {name: array for name, array in weights.items() if name in names}
+        self._check(trt, spec, caches, shared)
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._context = self._engine.create_execution_context(strategy)
         self.scratch = int(self._engine.device_memory_size_v2)
-        self.bind(own)
+        self.bind(shared)
 
     def _check(
         self,
@@ -81,7 +81,7 @@ class CompiledProgram:
         Caches must be updated in place: their outputs must be aliases of their inputs.
         """
         engine, aliases = self._engine, {f"{name}.out": name for name in caches}
-        wanted, found = dict[str, Any](), dict[str, Any]()
+        wanted, actual = dict[str, Any](), dict[str, Any]()
         for t in (*spec.inputs, *spec.outputs):
             shape = tuple(d if isinstance(d, int) else -1 for d in t.shape)
             wanted[t.name] = t.dtype, shape, aliases.get(t.name)
@@ -92,8 +92,8 @@ class CompiledProgram:
             if name in weights:
                 dtype = host_type(dtype).itemsize
             alias = engine.get_aliased_input_tensor(name) if name in aliases else None
-            found[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
-        if differing := sorted(n for n in wanted | found if wanted.get(n) != found.get(n)):
+            actual[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
+        if differing := sorted(n for n in wanted | actual if wanted.get(n) != actual.get(n)):
             raise EngineError(
                 f"{self._path}: {differing[0]} is not what engine.json says; rebuild the engine"
             )
@@ -169,9 +169,9 @@ class TensorRtPrograms(DeviceSlots):
         connect(self._compiled.values())
         for name, program in self._compiled.items():
             prompt = self._prompt | name_outputs(self._filled) | self._find_caches(0)
-            own = prompt if name == PREFILL else tensors
+            bound = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)
-            program.bind({t.name: own[t.name] for t in tensor_specs})
+            program.bind({t.name: bound[t.name] for t in tensor_specs})
         self._results, self._launch = dict[str, dict[str, DeviceArray]](), {}
         for name in (PLAIN, MIXED):
             self._results[name] = {t.name: results[t.name] for t in list_result_specs(specs[name])}
@@ -226,15 +226,15 @@ class TensorRtPrograms(DeviceSlots):
 
 def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[str, DeviceArray]:
     """Copy the weights that programs share to the GPU; return them by input name."""
-    given = dict[str, DeviceArray]()
+    arrays = dict[str, DeviceArray]()
     names = sorted({name for program in programs for name in list_shared_weights(folder, program)})
     held = map_tensors(folder / WEIGHTS) if names else {}
     for name in names:
         if name not in held:
             raise EngineError(f"{folder / WEIGHTS}: has no {name}; rebuild the engine")
-        array = given[WEIGHT.format(name)] = device.zeros(held[name].shape, held[name].dtype)
+        array = arrays[WEIGHT.format(name)] = device.zeros(held[name].shape, held[name].dtype)
         device.copy(held[name], array)
-    return given
+    return arrays
 
 
 def _allocate_like(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:

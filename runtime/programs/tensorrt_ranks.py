@@ -64,22 +64,10 @@ class TensorRtRankPrograms(TensorRtPrograms):
 class TensorRtAttentionDPPrograms(AttentionDP, TensorRtRankPrograms):
     """The programs of one rank with attention-DP: each rank has its own requests."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        folder: Path,
-        manifest: Manifest,
-        trt: ModuleType,
-        device: Device,
-        library: Callable[[], Any],
-    ) -> None:
-        super().__init__(channel, folder, manifest, trt, device, library)
-        self._join(channel, manifest)
-        # A padding prefill writes to caches of its own, since all slots may be in use.
+    def _allocate_padding(self) -> None:
         self._padding_caches = {
-            spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
-            for spec in manifest.state
-            if spec.role == "rows"
+            name: self._device.zeros((1, *cache.shape[1:]), cache.dtype)
+            for name, cache in self._caches.tensors.items()
         }
 
     def step(self, active: Bools, rows: int) -> StepOutput:

@@ -71,6 +71,12 @@ class AnswerParser:
                 self.reason = "tool_calls"
         return pieces
 
+    def read_chunk(self, chunk: Chunk) -> "ChatChunk":
+        """Add a chunk and return its final part of the answer."""
+        pieces = tuple(self.take(chunk))
+        reason = None if chunk.finish_reason is None else self.reason
+        return ChatChunk(pieces, self.call_deltas(pieces), reason, chunk)
+
     @property
     def has_cut_call(self) -> bool:
         """Whether the answer's end has cut a call, which is then no call."""
@@ -165,9 +171,9 @@ class ChatResult(Result):
     @classmethod
     def of(cls, result: Result, parser: AnswerParser) -> Self:
         """Join a request's result with the parts of its answer."""
-        found = {each.name: getattr(result, each.name) for each in fields(Result)}
+        values = {field.name: getattr(result, field.name) for field in fields(Result)}
         return cls(
-            **found | {"finish_reason": parser.reason or result.finish_reason},
+            **values | {"finish_reason": parser.reason or result.finish_reason},
             content=parser.join_text("content"),
             reasoning_content=parser.join_text("reasoning"),
             tool_calls=parser.tool_calls,

@@ -235,7 +235,9 @@ class Request:
                 self.fail(failure)
 
     def result(self) -> Result:
-        """Return the result of a request that has ended."""
+        """Return the result of a request that has ended; raise the error that ended it."""
+        if self.error:
+            raise self.error
         assert self.finish_reason
         return Result(
             "".join(self._pieces),

@@ -45,8 +45,8 @@ class Scheduler:
 
     def __init__(self, slots: int, ranks: int = 1) -> None:
         self.slots: list[Request | None] = [None] * slots
-        own = slots // ranks
-        self._ranks = [range(first, first + own) for first in range(0, slots, own)]
+        per_rank = slots // ranks
+        self._ranks = [range(first, first + per_rank) for first in range(0, slots, per_rank)]
         self._filling: list[Filling | None] = [None] * ranks
         self.waiting: deque[Request] = deque()
         self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that steps advance
@@ -77,8 +77,8 @@ class Scheduler:
     @property
     def running(self) -> list[tuple[int, Request]]:
         """The requests that steps advance, with their slots."""
-        found = ((s, r) for s, r in enumerate(self.slots) if self.active[s])
-        return [(s, r) for s, r in found if r is not None and not r.ended]
+        active = ((s, r) for s, r in enumerate(self.slots) if self.active[s])
+        return [(s, r) for s, r in active if r is not None and not r.ended]
 
     def release(self) -> list[tuple[int, Request, int]]:
         """Free the slots of ended requests; return slot, request and number of rows of each."""

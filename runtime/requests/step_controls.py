@@ -108,9 +108,9 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
 
     Raises RequestError if relaxed acceptance is on and a token is unknown.
     """
-    given = params.begin_thinking_phase_token, params.end_thinking_phase_token
-    own = manifest.model.thinking_token_ids or (-1, -1)
-    begin, end = (o if g is None else g for g, o in zip(given, own, strict=True))
+    asked = params.begin_thinking_phase_token, params.end_thinking_phase_token
+    known = manifest.model.thinking_token_ids or (-1, -1)
+    begin, end = (o if g is None else g for g, o in zip(asked, known, strict=True))
     if params.relaxed_topk > 1 and -1 in (begin, end):
         raise RequestError(
             "relaxed_topk: relaxed acceptance needs the tokens of the thinking phase, which this "
@@ -143,11 +143,11 @@ def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, ob
 def fits(value: object, place: tuple[int, ...], dtype: str) -> bool:
     """Tell whether a value, which passed its rule's own check, fits a control's shape and dtype."""
     with contextlib.suppress(ValueError), np.errstate(all="ignore"):
-        given = np.asarray(value)
-        inside = given.ndim == len(place) and all(map(operator.le, given.shape, place))
-        if given.dtype.kind in "biuf" and inside:
-            stored = given.astype(dtype)
-            return bool(np.isfinite(stored).all() and np.allclose(given, stored, 1e-6, 1e-30))
+        array = np.asarray(value)
+        inside = array.ndim == len(place) and all(map(operator.le, array.shape, place))
+        if array.dtype.kind in "biuf" and inside:
+            stored = array.astype(dtype)
+            return bool(np.isfinite(stored).all() and np.allclose(array, stored, 1e-6, 1e-30))
     return False
 
 

@@ -1,11 +1,12 @@
 """Totals of an engine's requests for its metrics: histograms of sizes and times."""
 
+import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from mtpbuild.runtime.contract.manifest import BuildInfo
 from mtpbuild.runtime.requests.stats import EngineStats, RequestMetrics
@@ -72,16 +73,24 @@ class Histogram:
         return list(accumulate(self._counts))
 
 
+class Counted(Protocol):
+    """An engine whose counters are part of the totals."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+
 class RequestTotals:
     """The histograms of all requests of an engine, and how many ended for which reason."""
 
     def __init__(self, max_seq_len: int) -> None:
         sizes = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
         sizes = [size for size in sizes if size <= max_seq_len]
-        self.histograms = {n: Histogram(own or sizes) for n, (_, own) in HISTOGRAMS.items()}
+        self.histograms = {n: Histogram(bounds or sizes) for n, (_, bounds) in HISTOGRAMS.items()}
         self.ended: Counter[str] = Counter()  # by finish reason
-        self.past: Counter[tuple[str, int]] = Counter()  # of engines that others replaced
-        self.ending: list[Any] = []  # engines that were replaced and still have requests
+        self.past: Counter[tuple[str, int]] = Counter()  # of engines that were given back
+        self.replaced: list[Counted] = []  # engines that were swapped and still have requests
+        self.lock = threading.Lock()  # taken to replace an engine, and to count
 
     def add(self, name: str, value: float) -> None:
         """Add a value to one of HISTOGRAMS."""
@@ -103,6 +112,19 @@ class RequestTotals:
         self.add("request_inference_time_seconds", prefill + decode)
         if metrics.tpot_s is not None:
             self.add("request_time_per_output_token_seconds", metrics.tpot_s)
+
+    def count_all(self, stats: EngineStats) -> Counter[tuple[str, int]]:
+        """Return the counters of an engine and of those whose place it took; within the lock."""
+        counts = self.past.copy()
+        for engine_stats in (stats, *(engine.stats for engine in self.replaced)):
+            counts.update(count_stats(engine_stats))
+        return counts
+
+    def retire(self, engine: Counted) -> None:
+        """Add the counters of an engine that has no more requests to `past`."""
+        with self.lock:
+            self.past.update(count_stats(engine.stats))
+            self.replaced = [other for other in self.replaced if other is not engine]
 
 
 def count_stats(stats: EngineStats) -> Counter[tuple[str, int]]:

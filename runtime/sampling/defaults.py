@@ -30,9 +30,9 @@ def read_generation_defaults(folder: Path) -> dict[str, float | int]:
         config = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
         return {}
-    found: dict[str, float | int] = {}
+    defaults: dict[str, float | int] = {}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = config.get(name) if isinstance(config, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = value
-    return found
+            defaults[name] = value
+    return defaults

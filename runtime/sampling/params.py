@@ -62,15 +62,15 @@ token, share, signed = check_integer(0), check_number(0, 1), check_number(-2, 2)
 token_ids = partial(check_list, "int", token)
 
 
-def texts(longest: int, most: int) -> Check:
-    """Return a check for a list of up to `most` texts of up to `longest` characters."""
-    return check_list("str", check_text(0, longest), most)
+def texts(longest: int, max_texts: int) -> Check:
+    """Return a check for a list of up to `max_texts` texts of up to `longest` characters."""
+    return check_list("str", check_text(0, longest), max_texts)
 
 
 def read_temperature(value: object) -> float:
     """Check a temperature; if it is too low to make a difference, return `COLDEST`."""
-    found: float = check_number(0, 100)(value)
-    return max(found, COLDEST) if found else 0.0
+    temperature: float = check_number(0, 100)(value)
+    return max(temperature, COLDEST) if temperature else 0.0
 
 
 def check_rule_name(value: object) -> str:
@@ -82,50 +82,14 @@ def check_rule_name(value: object) -> str:
 class SamplingParams:
     """The settings for continuing a prompt; RequestError for an invalid value.
 
-    Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
-    drafts samples with the same seed; "rejection" has the same distribution, but its text depends
-    on nextn. `draft_sample_method` is vLLM's: "probabilistic" drafts are sampled, "greedy" ones are
-    the argmax. In the thinking phase of a greedy request, `relaxed_topk` > 1 accepts a draft among
-    the most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed
-    acceptance). The tokens of the thinking phase are the engine's own, or
-    `begin_thinking_phase_token` and `end_thinking_phase_token`.
+    Two ideas concern several fields. `acceptance` decides which drafts a step keeps: "strict" gives
+    the text that an engine without drafts samples with the same seed; "rejection" has the same
+    distribution, but its text depends on nextn. `relaxed_topk` and the synthetic rates change the
+    distribution.
 
-    `acceptance` may also name a rule that the engine was built with (`build --acceptance-rule`);
-    `acceptance_settings` are that rule's settings.
-
-    `rejection_sample_method` is vLLM's too: "block" verifies a step's drafts together; "synthetic"
-    is for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
-    non-increasing) or with a mean acceptance length: its text is meaningless.
-
-    `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count tokens of the output,
-    `repetition_penalty` (0.01..100, 1: off) those of prompt and output; `logit_bias` adds -100..100
-    to the logits of token ids. They follow vLLM and apply before temperature and filters. Each
-    token gets the same penalties as if the tokens before it had been decoded one by one, whatever
-    nextn is.
-
-    `allowed_token_ids` are the only tokens of an answer, including its thought and the end of
-    sequence. `bad_words` are texts that an answer may not contain, in vLLM's spellings: at the
-    start of a text and after a space.
-
-    A stop token (one of `stop_token_ids`) or end of sequence is part of the result's token ids but
-    not of its text. A stop string is cut off the text, unless `include_stop_str_in_output`. With
-    `split_thought`, which chats set, stop strings count only after the thought, unless
-    `stop_in_thought`. Before `min_tokens` tokens, stop tokens are not emitted and stop strings do
-    not end the request. `logprobs` N reports each token's log-probability, before temperature and
-    filters, and the N most probable tokens (0: none of them). `prompt_logprobs` N does the same for
-    the prompt's tokens after the first, if the engine was built with `--score`; `max_tokens` may
-    then be 0. A special token adds no text, unless it is one of `shown_tokens`: then its name is
-    added.
-
-    `seed` is -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
-
-    `timeout` is the number of seconds that a request may take, its wait for a slot included. Then
-    it ends with a DeadlineError.
-
-    A request reuses the rows of earlier prompts only if these had the same `cache_salt`.
-
-    `structured_outputs` constrains the answer to a form. If the prompt has opened a thought, the
-    form begins at the end of the thought.
+    A request stops at a stop token, which is part of its token ids but not of its text, or at a
+    stop string, which is cut off the text. Penalties, biases and lists of allowed tokens apply to
+    each token as if the tokens before it had been decoded one by one, whatever nextn is.
     """
 
     max_tokens: int = private(256, check_integer(0), "End after so many tokens.")
@@ -138,12 +102,17 @@ class SamplingParams:
         1.0, share, "Sample from the most probable tokens with this much probability."
     )
     min_p: float = shaping(0.0, share, "Least probability of a token, as a share of the largest.")
+    # TensorRT-LLM's relaxed acceptance: in the thinking phase of a greedy request, accept a draft
+    # that is among so many most probable tokens.
     relaxed_topk: int = noted(
         1, check_integer(1), "Relaxed: accept one of so many most probable tokens."
     )
+    # .. and at most so much less probable than the first one.
     relaxed_delta: float = noted(
         0.0, share, "Relaxed: accept a token so much less probable than the first."
     )
+    # Subtract it from the logits of tokens in the output, before temperature and filters, as vLLM
+    # does; -2..2, 0: off.
     presence_penalty: float = penalty(
         0.0, signed, "Subtract it from the logits of tokens in the output; -2..2."
     )
@@ -153,15 +122,21 @@ class SamplingParams:
     repetition_penalty: float = penalty(
         1.0, check_number(0.01, 100), "Above 1: tokens of prompt and output become less probable."
     )
+    # Before so many tokens stop tokens are not emitted, and stop strings do not end the request.
     min_tokens: int = noted(0, check_integer(0), "Don't end before so many tokens.")
     stop: Sequence[str] = setting(
         (), texts(MAX_STOP, MAX_STOPS), "End before this text; may be repeated."
     )
+    # Keep the stop string in the text.
     include_stop_str_in_output: bool = setting(False, check_bool)
+    # Tokens that end the request.
     stop_token_ids: Sequence[int] = setting((), token_ids(MAX_STOP_IDS), tokens=True)
+    # Set by chats: tell thought and answer apart; stop strings count only after the thought.
     split_thought: bool = private(False, check_bool)
+    # Stop strings count in the thought, too.
     stop_in_thought: bool = private(False, check_bool)
     ignore_eos: bool = setting(False, check_bool, "Go on after the end of sequence.")
+    # Token id -> what is added to its logit, -100..100.
     logit_bias: Mapping[int, float] | None = penalty(
         None,
         check_biases(MAX_BIASES),
@@ -169,25 +144,35 @@ class SamplingParams:
         parse=partial(parse_object, example='{"5": -100}'),
         tokens=True,
     )
+    # The only tokens of an answer, including its thought and the end of sequence.
     allowed_token_ids: Sequence[int] | None = penalty(None, token_ids(MAX_TOKENS), tokens=True)
+    # Texts that an answer may not contain, in vLLM's spellings: at the start of a text and after a
+    # space.
     bad_words: Sequence[str] = penalty((), texts(MAX_WORD, MAX_BIASES))
+    # Seed for sampling, -2**63..2**64 - 1; negative seeds are taken modulo 2**64.
     seed: int | None = setting(
         None, check_integer(-(2**63), 2**64 - 1), "Seed for sampling.", everywhere=True
     )
+    # "strict", "rejection", or a rule that the engine was built with (`build --acceptance-rule`).
     acceptance: Literal["strict", "rejection"] | str = judging(
         "strict",
         check_rule_name,
         "strict (default); rejection, above temperature 0; or a rule that the engine has.",
     )
+    # The settings of such a rule.
     acceptance_settings: Mapping[str, Any] | None = noted(None, check_object, http=False)
+    # "block" verifies a step's drafts together. "synthetic" accepts by chance, for benchmarks only:
+    # its text is meaningless.
     rejection_sample_method: Literal["standard", "block", "synthetic"] = judging(
         "standard",
         check_choice("standard", "block", "synthetic"),
         "standard (default), block, or synthetic: for timing only.",
     )
+    # "probabilistic" drafts are sampled above temperature 0, "greedy" ones are the argmax.
     draft_sample_method: Literal["probabilistic", "greedy"] = noted(
         "probabilistic", check_choice("probabilistic", "greedy")
     )
+    # One rate per draft position, unconditional and non-increasing.
     synthetic_acceptance_rates: Sequence[float] | None = judging(
         None,
         check_rates,
@@ -195,20 +180,31 @@ class SamplingParams:
         parse=partial(parse_list, kind=float, example="0.9,0.7,0.5"),
         http=False,
     )
+    # A mean acceptance length in place of the rates.
     synthetic_acceptance_length: float | None = judging(
         None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
     )
+    # The tokens of the thinking phase; None: the engine's own.
     begin_thinking_phase_token: int | None = private(None, token, tokens=True)
+    # The other one of these tokens.
     end_thinking_phase_token: int | None = private(None, token, tokens=True)
+    # Report each token's log-probability, before temperature and filters, and the N most probable
+    # tokens (0: none of them).
     logprobs: int | None = private(
         None,
         check_integer(0, MAX_LOGPROBS),
         "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
     )
+    # The same for the prompt's tokens after the first, if the engine was built with `--score`;
+    # `max_tokens` may then be 0.
     prompt_logprobs: int | None = setting(None, check_integer(0, MAX_LOGPROBS))
+    # The form of the answer. If the prompt has opened a thought, it begins after the thought.
     structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
+    # Reuse the rows of earlier prompts only if these had the same salt.
     cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
+    # Special tokens whose names are added to the text; others add no text.
     shown_tokens: Sequence[int] = private((), token_ids(MAX_TOKENS), tokens=True)
+    # Seconds that the request may take, its wait for a slot included; then a DeadlineError ends it.
     timeout: float | None = setting(None, check_number(0, 10**9))
 
     def __post_init__(self) -> None:
@@ -256,9 +252,9 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> Self:
         """Return the same settings with another seed, without checking them again."""
-        own = copy(self)
-        object.__setattr__(own, "seed", seed)
-        return own
+        params = copy(self)
+        object.__setattr__(params, "seed", seed)
+        return params
 
     def end_ids(self, eos_token_ids: Sequence[int]) -> frozenset[int]:
         """Return the tokens that end the request. eos_token_ids: the model's own."""
@@ -283,17 +279,19 @@ DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 def list_http_settings() -> dict[str, Setting]:
     """Return the settings of HTTP bodies and input files, including those of rules."""
-    rules = {name: own for rule in all_rules() for name, own in rule.declarations.items()}
-    return {name: each for name, each in SETTINGS.items() if each.http} | rules
+    rules = {name: declared for rule in all_rules() for name, declared in rule.declarations.items()}
+    return {name: declared for name, declared in SETTINGS.items() if declared.http} | rules
 
 
-def to_params_fields(given: Mapping[str, Any], engine: "Manifest | None" = None) -> dict[str, Any]:
+def to_params_fields(
+    settings: Mapping[str, Any], engine: "Manifest | None" = None
+) -> dict[str, Any]:
     """Return settings as fields of SamplingParams, a rule's under `acceptance_settings`.
 
     Settings of None are dropped. Raises RequestError for a rule that the engine of the request has
     and this installation lacks.
     """
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in settings.items() if value is not None}
     name = values.get("acceptance", "strict")
     if engine is not None and (missing := explain_missing_rule(name, engine)):
         raise RequestError(f"acceptance {name!r}: {missing}")

@@ -25,12 +25,12 @@ class StructuredOutputs:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        forms = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
         if self.json is False:  # a schema too, which no answer fits
-            given.append("json")
-        if len(given) != 1:
+            forms.append("json")
+        if len(forms) != 1:
             names = ", ".join(f.name for f in fields(self))
-            raise RequestError(f"structured_outputs: give one of {names}, not {len(given)}")
+            raise RequestError(f"structured_outputs: give one of {names}, not {len(forms)}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"structured_outputs: {name} must be a text")

@@ -14,8 +14,8 @@ def check_synthetic(method: str | None, rates: object, length: object) -> None:
             "synthetic_acceptance_length"
         )
     if method != "synthetic" and (rates, length) != (None, None):
-        given = "length" if rates is None else "rates"
-        raise RequestError(f"synthetic_acceptance_{given} needs {name}")
+        setting = "length" if rates is None else "rates"
+        raise RequestError(f"synthetic_acceptance_{setting} needs {name}")
 
 
 def choose_synthetic_rates(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import UsageError, advise_needing
+from mtpbuild.runtime.errors import UsageError, explain_missing_package
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -51,8 +51,8 @@ def make_app(
         split_thought: whether thoughts are apart from the text.
         defaults: sampling where a request says nothing; None: the model's own, else temperature 1.
     """
-    with advise_needing("make_app needs", "serve"):
-        from mtpbuild.runtime.server import app, service, services
+    with explain_missing_package("make_app", "serve"):
+        from mtpbuild.runtime.server import app, service
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS, choose_sampling_defaults
     from mtpbuild.runtime.server.options import ServerOptions
@@ -77,19 +77,19 @@ def make_app(
     )
     served = service.Service(settings)
     served.start(engine)
-    return app.make_app(services.Services(served))
+    return app.make_app(service.Services(served))
 
 
-def _read_defaults(engine: "Engine", given: Mapping[str, Any]) -> dict[str, Any]:
+def _read_defaults(engine: "Engine", settings: Mapping[str, Any]) -> dict[str, Any]:
     """Check sampling defaults as if a request had them; raise UsageError."""
     from mtpbuild.runtime.checks import check_object, did_you_mean
     from mtpbuild.runtime.sampling import params
 
     known = params.SETTINGS.keys() & params.list_http_settings().keys()
     try:
-        for name in check_object(given).keys() - known:
+        for name in check_object(settings).keys() - known:
             raise UsageError(f"{name} is no setting of requests{did_you_mean(name, known)}")
-        defaults = params.to_params_fields(given, engine.manifest)
+        defaults = params.to_params_fields(settings, engine.manifest)
         engine.check(params.SamplingParams(**defaults), form=False)
     except (UsageError, ValueError) as error:
         raise UsageError(f"defaults: {error}") from None

@@ -87,7 +87,7 @@ async def merge_streams(
         except Exception as error:
             queue.put_nowait((number, error))
 
-    tasks = [asyncio.create_task(forward(*each)) for each in enumerate(streams)]
+    tasks = [asyncio.create_task(forward(*numbered)) for numbered in enumerate(streams)]
     try:
         running = len(streams)
         while running:
@@ -112,7 +112,7 @@ class Answer:
     event_kind: ClassVar[str] = ""  # the type of the objects in a stream
     ends_with_done: ClassVar[bool] = True  # whether a stream sends [DONE] after its events
 
-    model: str
+    model: str | None
     body: GenerationBody
     choices: list[AnswerChoice]
     tokenizer: Tokenizer | None = None
@@ -121,7 +121,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.id = self.body.request_id or f"{self.kind}-{uuid.uuid4().hex}"
-        self.form_field = self.body.form_field
+        self.field_names = self.body.field_names
 
     def make_full_body(self) -> Json:
         """Return the answer as one object."""
@@ -174,7 +174,7 @@ class Answer:
         firsts = choices[:: self.body.n or 1]
         prompt = sum(len(choice.ids) for choice in firsts)
         completion = sum(len(choice.token_ids) for choice in choices)
-        cached = sum(self.requests[each.index].cached_tokens for each in firsts if self.requests)
+        cached = sum(self.requests[first.index].cached_tokens for first in firsts if self.requests)
         thought = sum(choice.reasoning_tokens for choice in choices)
         return {
             "prompt_tokens": prompt,
@@ -210,10 +210,10 @@ class Answer:
             return {}
         entries: list[Any] = [None]
         for token in choice.prompt_logprobs:
-            own = [(token.token_id, token.logprob, token.rank)]
-            top = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
+            ranked = [(token.token_id, token.logprob, token.rank)]
+            ranked += [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
             entry = {}
-            for id, logprob, rank in own + top:
+            for id, logprob, rank in ranked:
                 value = {"logprob": clamp_logprob(logprob), "rank": rank}
                 entry[str(id)] = value | {"decoded_token": self.decode_for_logprobs(id)[0]}
             entries.append(entry)

@@ -7,14 +7,15 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.requests.answer import AnswerBlock
 from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.bodies import make_invalid_body_error
 from mtpbuild.runtime.server.chat import read_chat_as
 from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
-from mtpbuild.runtime.server.service import Service
 
 CHAT_ONLY: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}  # field -> neutral value
 
@@ -25,6 +26,7 @@ class TranslatedBody(StreamedBody):
     model_config = ConfigDict(strict=True, extra="allow")
 
     names: ClassVar[Mapping[str, str]]  # chat field -> this API's
+    refused: ClassVar[Mapping[str, str]]  # field -> why it is refused
 
     def conversation(self) -> list[tuple[str, Json]]:
         """Return the chat messages, each with the path of its content in this body."""
@@ -39,18 +41,21 @@ class TranslatedBody(StreamedBody):
 
         template: variables for the chat template, which may not read them.
         """
-        given = dict(self.model_extra or {})
-        given |= {name: value for name, value in fields.items() if value is not None}
+        chat = dict(self.model_extra or {})
+        for name, reason in self.refused.items():
+            if chat.get(name):
+                raise ApiError(400, f"{name} is not supported: {reason}", name)
+        chat |= {name: value for name, value in fields.items() if value is not None}
         for name, neutral in CHAT_ONLY.items():
-            if given.pop(name, None) not in (None, neutral):
+            if chat.pop(name, None) not in (None, neutral):
                 raise ApiError(400, f"{name} is not supported: /v1/chat/completions has it", name)
-        given |= {"model": self.model, "stream": self.stream, "stream_options": None}
-        given["messages"] = [message for _, message in self.conversation()]
-        own = given.get("chat_template_kwargs")
-        if template and isinstance(own, dict | None):
-            given["chat_template_kwargs"] = template | (own or {})
+        chat |= {"model": self.model, "stream": self.stream, "stream_options": None}
+        chat["messages"] = [message for _, message in self.conversation()]
+        kwargs = chat.get("chat_template_kwargs")
+        if template and isinstance(kwargs, dict | None):
+            chat["chat_template_kwargs"] = template | (kwargs or {})
         try:
-            return ChatBody.model_validate(given)
+            return ChatBody.model_validate(chat)
         except ValidationError as error:
             raise make_invalid_body_error(error) from None
 
@@ -61,7 +66,8 @@ class TranslatedBody(StreamedBody):
             yield
         except ApiError as error:
             if error.param is not None:
-                chat_field, error.param = error.param, self._find_own_field(error.param)
+                chat_field = error.param
+                error.param = self._find_own_field(chat_field)
                 if error.message.startswith(chat_field):
                     error.message = error.param + error.message.removeprefix(chat_field)
             raise
@@ -99,31 +105,25 @@ class BlockAnswer(Answer):
         """Yield the events that end a block."""
         raise NotImplementedError
 
-    def end_events(self) -> Iterator[Json]:
-        """Yield the events after the last block."""
-        raise NotImplementedError
-
     @property
     def choice(self) -> AnswerChoice:
         return self.choices[0]
 
     def events(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Iterator[Json]:
-        for number, found in groupby(pieces, lambda piece: piece.block):
+        for number, of_block in groupby(pieces, lambda piece: piece.block):
             block = choice.blocks[number]
             if not self.is_shown(block):
                 continue
             if block is not self._open:
-                yield from self._close()
-                self._open, self.index = block, self.index + 1
+                yield from self.close()
+                self._open = block
+                self.index += 1
                 yield from self.open_events(block)
-            if text := "".join(piece.text for piece in found if piece.kind != "name"):
+            if text := "".join(piece.text for piece in of_block if piece.kind != "name"):
                 yield self.make_delta_event(block, text)
 
-    def make_last_events(self) -> Iterator[Json]:
-        yield from self._close()
-        yield from self.end_events()
-
-    def _close(self) -> Iterator[Json]:
+    def close(self) -> Iterator[Json]:
+        """Yield the events that end the block that is open, if any."""
         if self._open is not None:
             yield from self.close_events(self._open)
 
@@ -135,9 +135,12 @@ class BlockAnswer(Answer):
 Translated = TypeVar("Translated", bound=BlockAnswer)
 
 
-def read_translated(kind: type[Translated], service: Service, body: TranslatedBody) -> Translated:
+def read_translated(
+    kind: type[Translated], engine: Engine, settings: ServerOptions, body: TranslatedBody
+) -> Translated:
     """Create the answer for a body; ApiError names the wrong field."""
     with body.name_own_fields():
-        answer = read_chat_as(kind, service, body.chat_body())
-    answer.form_field = body.names.get(answer.form_field, answer.form_field)
+        answer = read_chat_as(kind, engine, settings, body.chat_body())
+    fields = answer.field_names
+    answer.field_names = {name: body.names.get(field, field) for name, field in fields.items()}
     return answer

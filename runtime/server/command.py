@@ -16,14 +16,14 @@ from mtpbuild.runtime.cli.commands import LoadFlags, error_line
 from mtpbuild.runtime.cli.sampling_flags import CompatFlags, read_flags
 from mtpbuild.runtime.configuration.settings import check_engine, read_sampling_settings
 from mtpbuild.runtime.contract.target_options import list_changed_flags
-from mtpbuild.runtime.errors import MtpbuildError, UsageError, advise_needing
+from mtpbuild.runtime.errors import MtpbuildError, UsageError, explain_missing_package
 from mtpbuild.runtime.flag_groups import flag, group_flags
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest
     from mtpbuild.runtime.engine.engine import Engine
-    from mtpbuild.runtime.server.services import Services
+    from mtpbuild.runtime.server.service import Services
 
     NamedEngines: TypeAlias = Mapping[str, tuple[Path, Manifest]]
     Load: TypeAlias = Callable[[ServerOptions, Path], Engine]
@@ -40,7 +40,7 @@ def serve(
             "chooses.",
         ),
     ],
-    own: ReplicaFlags,
+    replica: ReplicaFlags,
     load_flags: LoadFlags,
     host: str = flag("127.0.0.1", "Address to listen on."),
     port: int = flag(8000, "Port to listen on; 0: any."),
@@ -59,62 +59,61 @@ def serve(
     ),
 ) -> None:
     """Serve engines over HTTP, as OpenAI's API (docs/serving.md)."""
-    with advise_needing("`mtpbuild serve` needs", "serve"):
+    with explain_missing_package("`mtpbuild serve`", "serve"):
         from mtpbuild.runtime.server import server
     from mtpbuild.runtime.programs.follow import lead_or_follow
     from mtpbuild.runtime.server.options import parse_keep
 
-    _check(65535, port=port)
-    _check(10**9, drain_timeout=drain_timeout)
+    for name, value, limit in (("port", port, 65535), ("drain-timeout", drain_timeout, 10**9)):
+        if not 0 <= value <= limit:
+            raise UsageError(f"--{name} {value} can't be: 0 to {limit}")
     settings = ServerOptions(
-        **vars(own) | {"allowed_hosts": [*(own.allowed_hosts or ()), host]},
-        key=read_key(own.api_key),
+        **vars(replica) | {"allowed_hosts": [*(replica.allowed_hosts or ()), host]},
+        key=read_key(replica.api_key),
         log_requests=log_requests,
         access_log=not no_access_log,
     )
     # Reading the manifests fails before listening if a folder is not an engine.
-    engines = read_engines(engine, own.served_model_name)
-    given = [("tp", "--tensor-parallel-size", tensor_parallel_size)]
-    configured = read_flags(CompatFlags(config=config), also=given)
+    engines = read_engines(engine, replica.served_model_name)
+    tp = ("tp", "--tensor-parallel-size", tensor_parallel_size)
+    configured = read_flags(CompatFlags(config=config), also=[tp])
     if read_sampling_settings(configured):
         print("note: acceptance is chosen per request: let clients ask for it", file=sys.stderr)
     for _, manifest in engines.values():
         check_engine(configured, manifest.build)
     on_demand = len(engines) > 1 or keep is not None
-    seconds = parse_keep(keep or "10m")
+    seconds = parse_keep(keep or "10m") if on_demand else None
     load = partial(_load, verify_hashes=verify_hashes, **list_changed_flags(load_flags))
     address = server.Address(host, port, drain_timeout)
     folder, manifest = next(iter(engines.values()))
     with contextlib.ExitStack() as stack:
         if not on_demand:
-            joined = lead_or_follow(folder, manifest, own.threads, server.ignore_signals)
+            joined = lead_or_follow(folder, manifest, replica.threads, server.ignore_signals)
             if not stack.enter_context(joined):
                 return
-        server.serve(
-            make_services(engines, settings, load, seconds if on_demand else None), address
-        )
+        server.serve(make_services(engines, settings, load, seconds), address)
 
 
-def read_engines(given: Sequence[str], served_name: str | None) -> "NamedEngines":
+def read_engines(texts: Sequence[str], served_name: str | None) -> "NamedEngines":
     """Return folders and manifests by the names that clients use; raise MtpbuildError."""
     from mtpbuild.runtime.cli.engines import find_engine
     from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 
-    found = dict[str, tuple[Path, "Manifest"]]()
-    for text in given:
+    engines = dict[str, tuple[Path, "Manifest"]]()
+    for text in texts:
         name, equals, folder = text.partition("=")
         if not equals or (Path(text) / MANIFEST).is_file():
             name, folder = "", text
-        if served_name is not None and (name or len(given) > 1):
-            named = "--served-model-name is for one --engine FOLDER"
-            raise UsageError(f"{named}: other engines are named by --engine NAME=FOLDER")
+        if served_name is not None and (name or len(texts) > 1):
+            message = "--served-model-name is for one --engine FOLDER"
+            raise UsageError(f"{message}: other engines are named by --engine NAME=FOLDER")
         path = find_engine(Path(folder))
         manifest = read_manifest(path)
         name = name or served_name or manifest.model.name
-        if name in found:
+        if name in engines:
             raise UsageError(f"two engines are called {name}: give --engine NAME=FOLDER")
-        found[name] = path, manifest
-    return found
+        engines[name] = path, manifest
+    return engines
 
 
 def make_services(
@@ -125,10 +124,10 @@ def make_services(
     from mtpbuild.runtime.limits import measure_limits
     from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
     from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
-    from mtpbuild.runtime.server.service import Service
-    from mtpbuild.runtime.server.services import Services
+    from mtpbuild.runtime.server.service import Service, Services
 
-    memory, services = EngineMemory(measure_limits().memory), list[Service]()
+    memory = EngineMemory(measure_limits().memory)
+    services = list[Service]()
     if len(engines) > 1 and settings.chat_template is not None:
         raise UsageError("--chat-template is for one engine: build the others with theirs")
     for name, (folder, whole) in engines.items():
@@ -136,32 +135,28 @@ def make_services(
             manifest = limit_context(whole, settings.max_seq_len)
         except UsageError as error:
             raise UsageError(f"{name}: {error}") from None
-        own = replace(
+        rows = settings.prefix_cache_dir
+        if rows is not None and len(engines) > 1:  # each belongs to one engine alone
+            # quoted, so that `x/y` and `x_y` differ and `..` stays in the folder
+            rows /= re.sub(r"^\.", "%2E", quote(name, safe=""))
+        own_settings = replace(
             settings,
             served_model_name=name,
             defaults=choose_sampling_defaults(folder, manifest),
-            prefix_cache_dir=_choose_own_folder(settings.prefix_cache_dir, name, engines),
+            prefix_cache_dir=rows,
         )
+        load_one = partial(load, own_settings, folder)
         if keep is None:
-            services.append(Service(own, partial(load, own, folder)))
+            services.append(Service(own_settings, load_one))
         elif manifest.split:
             raise UsageError(
                 f"{folder}: an engine of several ranks is served alone, without --keep"
             )
         else:
-            services.append(
-                OnDemandService(own, partial(load, own, folder), manifest, memory, keep)
-            )
+            services.append(OnDemandService(own_settings, load_one, manifest, memory, keep))
     if keep is not None:
         print(memory.describe(), file=sys.stderr, flush=True)
     return Services(*services)
-
-
-def _choose_own_folder(shared: Path | None, name: str, engines: "NamedEngines") -> Path | None:
-    """Return the folder of an engine's prefix cache, as each belongs to one engine alone."""
-    # quoted, so that `x/y` and `x_y` differ and `..` stays in the folder
-    encoded = re.sub(r"^\.", "%2E", quote(name, safe=""))
-    return shared / encoded if shared and len(engines) > 1 else shared
 
 
 def _load(
@@ -174,9 +169,3 @@ def _load(
     with contextlib.suppress(MtpbuildError):
         loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
     return loaded
-
-
-def _check(most: int, **given: float) -> None:
-    for name, value in given.items():
-        if not 0 <= value <= most:
-            raise UsageError(f"--{name.replace('_', '-')} {value} can't be: 0 to {most}")

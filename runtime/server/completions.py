@@ -2,12 +2,15 @@
 
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from math import isnan, nan
-from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from mtpbuild.runtime.engine.engine import Engine
-from mtpbuild.runtime.errors import ContextLengthError, MtpbuildError
 from mtpbuild.runtime.requests.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.server.answering import ANSWERS, answer
 from mtpbuild.runtime.server.answers import (
     Answer,
     AnswerChoice,
@@ -16,62 +19,60 @@ from mtpbuild.runtime.server.answers import (
     clamp_logprob,
     seed_choices,
 )
-from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.params import read_params
+from mtpbuild.runtime.server.bodies import BodyRoute
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
+from mtpbuild.runtime.server.params import read_params, translate_errors
 from mtpbuild.runtime.server.protocol import CompletionBody
-from mtpbuild.runtime.server.service import Service
+
+router = APIRouter(route_class=BodyRoute)
 
 
-def read_completion(service: Service, body: CompletionBody) -> "CompletionAnswer":
+@router.post("/v1/completions", responses=ANSWERS)
+async def continue_text(body: CompletionBody, request: Request) -> Response:
+    """Continue texts."""
+    return answer(request, body, read_completion)
+
+
+def read_completion(
+    engine: Engine, settings: ServerOptions, body: CompletionBody
+) -> "CompletionAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    engine = service.engine
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[AnswerChoice] = []
-    for prompt in _list_prompts(body.prompt):
+    for prompt in body.prompts:
         ids = _encode_prompt(engine, prompt, body)
-        params = read_params(service, body, len(ids))
-        for own in seed_choices(params, body.n or 1):
-            choices.append(AnswerChoice(len(choices), ids, own))
-            if body.echo:
-                choices[-1].echo = _make_echo(engine, prompt, choices[-1])
-    return CompletionAnswer(service.model, body, choices, engine.tokenizer)
+        params = read_params(engine, settings.defaults, body, len(ids))
+        for seeded in seed_choices(params, body.n or 1):
+            echo = _write_echo(engine, prompt, seeded.shown_tokens) if body.echo else ""
+            choices.append(AnswerChoice(len(choices), ids, seeded, echo))
+    return CompletionAnswer(settings.served_model_name, body, choices, engine.tokenizer)
 
 
 def _encode_prompt(engine: Engine, prompt: str | list[int], body: CompletionBody) -> list[int]:
     """Return a prompt's token ids; an empty text has only the special tokens (such as BOS)."""
     special = body.add_special_tokens is not False
-    try:
+    with translate_errors("prompt"):
         if prompt == "":
             prompt = engine.encode(prompt, add_special_tokens=special)
         return engine.token_ids(prompt, add_special_tokens=special)
-    except ContextLengthError as error:
-        raise TooLongError("prompt", error.limit, error.tokens) from None
-    except MtpbuildError as error:
-        raise ApiError(400, str(error), "prompt") from None
 
 
-def _make_echo(engine: Engine, prompt: str | list[int], choice: AnswerChoice) -> str:
+def _write_echo(engine: Engine, prompt: str | list[int], shown: Sequence[int]) -> str:
     """Return the prompt as text; token ids are decoded as in an answer."""
     if isinstance(prompt, str):
         return prompt
     if engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "echo")
-    return engine.tokenizer.text(prompt, choice.params.shown_tokens)
-
-
-def _list_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise ApiError(400, "the prompt is empty", "prompt")
-    return [prompt] if isinstance(prompt[0], int) else prompt
+    return engine.tokenizer.text(prompt, shown)
 
 
 class CompletionAnswer(Answer):
     """An answer as plain text."""
 
-    kind, event_kind = "cmpl", "text_completion"
+    kind = "cmpl"
+    event_kind = "text_completion"
     body: CompletionBody
 
     def make_full_body(self) -> Json:
@@ -80,20 +81,22 @@ class CompletionAnswer(Answer):
             text = choice.echo + choice.join_text("content")
             logprobs = None
             if self.body.logprobs is not None:
-                scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
-                tokens = [*(scored if choice.echo else ()), *choice.logprobs]
-                starts = [*(self._find_prompt_starts(choice) if choice.echo else ())]
-                starts += (len(choice.echo) + start for start in choice.starts)
+                tokens = choice.logprobs
+                starts = [len(choice.echo) + start for start in choice.starts]
+                if choice.echo:
+                    first = TokenLogprobs(choice.ids[0], nan, ())
+                    tokens = [first, *choice.prompt_logprobs, *tokens]
+                    starts = [*self._find_prompt_starts(choice), *starts]
                 logprobs = self._make_logprobs(tokens, starts, len(text))
-            own = self._make_choice_fields(choice, text, logprobs, choice.token_ids, first=True)
-            choices.append(own | choice.finish_fields | self.make_prompt_logprobs_field(choice))
+            fields = self._make_choice(choice, text, logprobs, choice.token_ids, first=True)
+            choices.append(fields | choice.finish_fields | self.make_prompt_logprobs_field(choice))
         return self.make_openai_object(self.event_kind, choices) | self.make_usage_fields()
 
     def make_opening_event(self, choice: AnswerChoice) -> Json | None:
         """Return the event with the echoed prompt; None if the request does not ask for it."""
         if not choice.echo:
             return None
-        fields = self._make_choice_fields(choice, choice.echo, None, [], first=True)
+        fields = self._make_choice(choice, choice.echo, None, [], first=True)
         return self.make_openai_object(self.event_kind, [fields])
 
     def event(self, choice: AnswerChoice, chunk: Chunk, pieces: Pieces) -> Json | None:
@@ -102,14 +105,12 @@ class CompletionAnswer(Answer):
         if not (text or chunk.finish_reason or logprobs or self.body.return_token_ids):
             return None
         first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
-        fields = self._make_choice_fields(
-            choice, text, logprobs, list(chunk.token_ids), first=first
-        )
+        fields = self._make_choice(choice, text, logprobs, list(chunk.token_ids), first=first)
         if chunk.finish_reason is not None:
             fields |= choice.finish_fields
         return self.make_openai_object(self.event_kind, [fields])
 
-    def _make_choice_fields(
+    def _make_choice(
         self, choice: AnswerChoice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
     ) -> Json:
         """Return an object of a choice; the choice's `first` object also has the prompt's ids."""
@@ -123,23 +124,23 @@ class CompletionAnswer(Answer):
 
         A token whose text may be the start of a stop string is held back.
         """
-        if self.body.logprobs is None:
+        first = choice.sent_logprobs
+        starts = choice.starts[first : len(choice.logprobs)]
+        if not last:
+            starts = [*takewhile(lambda start: start <= choice.chars, starts)]
+        if self.body.logprobs is None or not starts:
             return None
-        first = until = choice.sent_logprobs
-        known = len(choice.logprobs)
-        while until < known and (last or choice.starts[until] <= choice.chars):
-            until += 1
-        choice.sent_logprobs = until
-        if until == first:
-            return None
-        end, starts = len(choice.echo) + choice.chars, choice.starts[first:until]
-        starts = [len(choice.echo) + start for start in starts]
-        return self._make_logprobs(choice.logprobs[first:until], starts, end)
+        choice.sent_logprobs += len(starts)
+        tokens = choice.logprobs[first : choice.sent_logprobs]
+        before = len(choice.echo)
+        starts = [before + start for start in starts]
+        return self._make_logprobs(tokens, starts, before + choice.chars)
 
     def _find_prompt_starts(self, choice: AnswerChoice) -> Iterator[int]:
         """Yield the offset in the echoed prompt at which each token's text begins."""
         assert self.tokenizer is not None
-        at, utf8 = 0, getincrementaldecoder("utf-8")("replace")
+        at = 0
+        utf8 = getincrementaldecoder("utf-8")("replace")
         for id in choice.ids:
             yield at
             if raw := self.tokenizer.decode_token(id):

@@ -42,9 +42,10 @@ class TimedConnection(H11Protocol):
 
     settings: ClassVar[ServerOptions]
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.access_logger, self.access_log = access, self.settings.access_log
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.access_logger = access
+        self.access_log = self.settings.access_log
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,9 +81,10 @@ class TimedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not HTTP with an error in the API's format."""
-        long = ApiError(431, f"the headers are longer than {HEADERS} bytes")
-        found = len(self.conn.trailing_data[0])
-        self._refuse(long if found > HEADERS else ApiError(400, "this is not HTTP"))
+        if len(self.conn.trailing_data[0]) > HEADERS:
+            self._refuse(ApiError(431, f"the headers are longer than {HEADERS} bytes"))
+        else:
+            self._refuse(ApiError(400, "this is not HTTP"))
 
     def _await_headers(self) -> None:
         timeout = self.loop.call_later(self.settings.header_timeout, self._refuse_slow_headers)
@@ -90,9 +92,8 @@ class TimedConnection(H11Protocol):
 
     def _refuse_slow_headers(self) -> None:
         if not self.transport.is_closing():
-            started = bool(self.conn.trailing_data[0])
-            timeout = ApiError(408, "the request's headers did not come")
-            self._refuse(timeout if started else None)
+            begun = bool(self.conn.trailing_data[0])
+            self._refuse(ApiError(408, "the request's headers did not come") if begun else None)
 
     def _stop(self, timer: str) -> None:
         if running := self._timers.pop(timer, None):

@@ -4,28 +4,28 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+from fastapi import APIRouter, Request
 from pydantic import Field
+from starlette.responses import Response
 
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
 from mtpbuild.runtime.requests.request import Chunk
+from mtpbuild.runtime.server.answering import ANSWERS, answer, convert
 from mtpbuild.runtime.server.answers import AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
+from mtpbuild.runtime.server.bodies import BodyRoute
 from mtpbuild.runtime.server.chat import encode_prompt
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ERRORS, ApiError
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
-from mtpbuild.runtime.server.service import Service
 
+router = APIRouter(route_class=BodyRoute)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "include_reasoning": "thinking",
-    "continue_final_message": "messages",
-}
-REFUSED = {
-    "container": "the server runs no code",
-    "mcp_servers": "the server has no tools of its own",
+DELTAS = {  # kind of block -> the type of its deltas, and their field
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
 }
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -65,7 +65,17 @@ class OutputConfig(Body):
 class MessagesPrompt(TranslatedBody):
     """The body of POST /v1/messages/count_tokens."""
 
-    names = NAMES
+    names = {  # noqa: RUF012  (a ClassVar of the base class)
+        "stop": "stop_sequences",
+        "response_format": "output_config.format",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "include_reasoning": "thinking",
+        "continue_final_message": "messages",
+    }
+    refused = {  # noqa: RUF012
+        "container": "the server runs no code",
+        "mcp_servers": "the server has no tools of its own",
+    }
 
     messages: Many[Turn]
     system: str | Many[Json] | None = None
@@ -86,14 +96,11 @@ class MessagesPrompt(TranslatedBody):
 
     def chat_body(self) -> ChatBody:
         fields, template = self.chat_fields(), Json()
-        for name, reason in REFUSED.items():
-            if (self.model_extra or {}).get(name):
-                raise ApiError(400, f"{name} is not supported: {reason}", name)
-        final = self.conversation()[-1][1] if self.messages else {}
-        if final.get("role") == "assistant" and "tool_calls" not in final:
+        last = self.conversation()[-1][1] if self.messages else {}
+        if last.get("role") == "assistant" and "tool_calls" not in last:
             fields["continue_final_message"] = True
         if self.tools:
-            fields["tools"] = [_read_tool(*tool) for tool in enumerate(self.tools)]
+            fields["tools"] = [_read_tool(*numbered) for numbered in enumerate(self.tools)]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name or ""}}
             fields["tool_choice"] = CHOICES.get(choice.type, named)
@@ -102,7 +109,8 @@ class MessagesPrompt(TranslatedBody):
         if form := config.format or self.output_format:
             schema = {"schema": form.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        template |= {"reasoning_effort": config.effort} if config.effort else {}
+        if config.effort:
+            template["reasoning_effort"] = config.effort
         if self.thinking:
             fields["include_reasoning"] = thinks = self.thinking.type != "disabled"
             template |= {"thinking": thinks, "enable_thinking": thinks}
@@ -123,22 +131,33 @@ class MessagesBody(MessagesPrompt):
         return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
-def read_message(service: Service, body: MessagesBody) -> "MessagesAnswer":
+@router.post("/v1/messages", responses=ANSWERS)
+async def continue_conversation(body: MessagesBody, request: Request) -> Response:
+    """Continue a conversation, by Anthropic's API."""
+    return answer(request, body, read_message)
+
+
+def read_message(engine: Engine, settings: ServerOptions, body: MessagesBody) -> "MessagesAnswer":
     """Create the answer for a body; raises ApiError."""
-    return read_translated(MessagesAnswer, service, body)
+    return read_translated(MessagesAnswer, engine, settings, body)
 
 
-def count_prompt_tokens(service: Service, body: MessagesPrompt) -> Json:
-    """Count a prompt's tokens; raises ApiError."""
+@router.post("/v1/messages/count_tokens", responses=ERRORS)
+async def count_tokens(body: MessagesPrompt, request: Request) -> Response:
+    """Count a prompt's tokens."""
+    return await convert(request, body, _count_tokens)
+
+
+def _count_tokens(engine: Engine, body: MessagesPrompt) -> Json:
     with body.name_own_fields():
-        return {"input_tokens": len(encode_prompt(service.engine, body.chat_body()))}
+        return {"input_tokens": len(encode_prompt(engine, body.chat_body()))}
 
 
 def _chat_messages(number: int, turn: Turn) -> list[Json]:
     """Return a turn as chat messages; tool results come before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    given: list[Json] = []
+    results: list[Json] = []
     message: Json = {"role": turn.role, "content": []}
     for block in turn.content:
         match block:
@@ -154,11 +173,13 @@ def _chat_messages(number: int, turn: Turn) -> list[Json]:
             case {"type": "tool_result", "tool_use_id": str(id)}:
                 result = block.get("content") or ""
                 content = _read_result(result, failed=block.get("is_error") is True)
-                given.append({"role": "tool", "tool_call_id": id, "content": content})
+                results.append({"role": "tool", "tool_call_id": id, "content": content})
             case _:
-                where, kind = f"messages.{number}.content", block.get("type")
-                raise ApiError(400, f"{where}: no block of type {kind!r:.60} can be read", where)
-    return [*given, message] if len(message) > 2 or message["content"] or not given else given
+                where = f"messages.{number}.content"
+                kind = f"{block.get('type')!r:.60}"
+                raise ApiError(400, f"{where}: no block of type {kind} can be read", where)
+    said = len(message) > 2 or message["content"]
+    return [*results, message] if said or not results else results
 
 
 def _read_result(content: Any, *, failed: bool) -> Any:
@@ -185,8 +206,9 @@ class MessagesAnswer(BlockAnswer):
     _started = False
 
     def make_full_body(self) -> Json:
-        blocks = filter(self.is_shown, self.choice.whole_blocks)
-        return self._make_message([*map(_make_content_block, blocks)]) | self._end_fields()
+        blocks = [_make_content_block(b) for b in self.choice.whole_blocks if self.is_shown(b)]
+        counts = {"usage": self._make_usage(), "metrics": self.metrics()}
+        return self._make_message(blocks) | self._end_fields() | counts
 
     def make_first_events(self) -> Iterator[Json]:
         yield from ()
@@ -203,22 +225,17 @@ class MessagesAnswer(BlockAnswer):
         yield {"type": "content_block_start", "index": self.index, "content_block": empty}
 
     def make_delta_event(self, block: AnswerBlock, text: str) -> Json:
-        match block.kind:
-            case "reasoning":
-                delta = {"type": "thinking_delta", "thinking": text}
-            case "content":
-                delta = {"type": "text_delta", "text": text}
-            case "call":
-                delta = {"type": "input_json_delta", "partial_json": text}
+        kind, field = DELTAS[block.kind]
+        delta = {"type": kind, field: text}
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
     def close_events(self, block: AnswerBlock) -> Iterator[Json]:
         yield {"type": "content_block_stop", "index": self.index}
 
-    def end_events(self) -> Iterator[Json]:
-        end = self._end_fields()
-        usage, metrics = end.pop("usage"), end.pop("metrics")
-        yield {"type": "message_delta", "delta": end, "usage": usage, "metrics": metrics}
+    def make_last_events(self) -> Iterator[Json]:
+        yield from self.close()
+        counts = {"usage": self._make_usage(), "metrics": self.metrics()}
+        yield {"type": "message_delta", "delta": self._end_fields()} | counts
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> Json:
@@ -229,14 +246,10 @@ class MessagesAnswer(BlockAnswer):
         return head | {"content": content}
 
     def _end_fields(self) -> Json:
-        reason, text = self.choice.reason or "stop", self.choice.stop_reason
-        by_text = reason == "stop" and isinstance(text, str)
-        return {
-            "stop_reason": "stop_sequence" if by_text else REASONS[reason],
-            "stop_sequence": text if by_text else None,
-            "usage": self._make_usage(),
-            "metrics": self.metrics(),
-        }
+        text = self.choice.stop_reason
+        if self.choice.reason == "stop" and isinstance(text, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": text}
+        return {"stop_reason": REASONS[self.choice.reason or "stop"], "stop_sequence": None}
 
     def _make_usage(self) -> Json:
         """Return Anthropic's counts, in which input_tokens excludes cached tokens."""
@@ -256,7 +269,6 @@ def _make_content_block(block: AnswerBlock) -> Json:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
         case "content":
             return {"type": "text", "text": block.text}
-    arguments = json.loads(
-        block.text or "{}"
-    )  # valid: ToolCallParser gives arguments as a JSON object
+    # Valid JSON, as ToolCallParser writes the arguments of a whole call as an object.
+    arguments = json.loads(block.text or "{}")
     return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}

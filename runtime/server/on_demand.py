@@ -59,8 +59,8 @@ class EngineMemory:
                 await min(idle, key=lambda service: service.last_use).unload()
             elif time.monotonic() > deadline:
                 names = " and ".join(service.model for service in loaded)
-                what = f"no memory for {wanted.model} while {names} is in use"
-                raise ApiError(503, f"{what}: {size / 1e9:,.1f} of {self.limit / 1e9:,.1f} GB")
+                cause = f"no memory for {wanted.model} while {names} is in use"
+                raise ApiError(503, f"{cause}: {size / 1e9:,.1f} of {self.limit / 1e9:,.1f} GB")
             else:
                 self.crowded = True
                 await asyncio.sleep(0.05)
@@ -82,7 +82,9 @@ class OnDemandService(Service):
     ) -> None:
         """keep: seconds that an idle engine stays loaded."""
         super().__init__(settings, load_engine)
-        self._manifest, self.memory, self._keep = manifest, memory, keep
+        self._manifest = manifest
+        self.memory = memory
+        self._keep = keep
         states = (prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
         self.size = sum(file.size for file in manifest.files.values()) + sum(states)
         if Feature.PREFIX_CACHE in manifest.features and not settings.no_prefix_cache:
@@ -187,7 +189,9 @@ class OnDemandService(Service):
         return self.is_loaded and not self.users and idle >= self._keep
 
     def _take_engine(self) -> Engine:
-        engine, self._engine, self._garbage = self.engine, None, COLLECTIONS
+        engine = self.engine
+        self._engine = None
+        self._garbage = COLLECTIONS
         engine.retire()
         self._totals = engine.totals
         return engine

@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mtpbuild.runtime import checks
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import MAX_SEQ_LEN, flag
+from mtpbuild.runtime.flag_groups import flag, make_context_flag
 from mtpbuild.runtime.sampling.defaults import VLLM_DEFAULTS
-from mtpbuild.runtime.threads import THREADS, parse_threads
+from mtpbuild.runtime.threads import make_threads_flag
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.engine.engine import Engine
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFlags:
     """The flags that concern requests or the loading of the engine."""
+
+    PANEL: ClassVar = "Requests"
 
     served_model_name: str | None = flag(None, "The model's name to clients.")
     api_key: Path | None = flag(
@@ -50,8 +52,8 @@ class ReplicaFlags:
         "deepseek_v3, deepseek_v31, deepseek_v32, glm45, glm47, hermes, kimi_k2, minimax_m2, "
         "qwen3_coder or none; default: as the chat template.",
     )
-    threads: int | None = flag(None, THREADS, parser=parse_threads)
-    max_seq_len: int | None = flag(None, MAX_SEQ_LEN)
+    threads: int | None = make_threads_flag()
+    max_seq_len: int | None = make_context_flag()
 
     def load_engine(self, folder: Path, **options: Any) -> "Engine":
         """Load the engine, and run greedy and sampling programs once."""
@@ -59,14 +61,9 @@ class ReplicaFlags:
 
         return Engine.load(
             folder,
-            threads=self.threads,
-            max_seq_len=self.max_seq_len,
             prefix_cache=not self.no_prefix_cache,
-            prefix_cache_bytes=self.prefix_cache_bytes,
-            prefix_cache_dir=self.prefix_cache_dir,
-            chunked_prefill_size=self.chunked_prefill_size,
-            chat_template=self.chat_template,
             warm=[SamplingParams(), SamplingParams(temperature=1.0)],
+            **{name: getattr(self, name) for name in LOADING},
             **options,
         )
 
@@ -89,11 +86,12 @@ class ServerOptions(ReplicaFlags):
 
         forms = {"tool_call_parser": checks.check_choice(*FORMS, "none")}
         for name, check in {**CHECKS, **forms}.items():
-            if (value := getattr(self, name)) is not getattr(ServerOptions, name):  # the default
-                try:
+            value = getattr(self, name)
+            try:
+                if value is not getattr(ServerOptions, name):  # the default
                     check(value)
-                except ValueError as error:
-                    raise UsageError(f"{SPELLED.get(name, name)} {error}") from None
+            except ValueError as error:
+                raise UsageError(f"{SPELLED.get(name, name)} {error}") from None
 
 
 def check_texts(pattern: str, example: str) -> checks.Check:
@@ -102,8 +100,9 @@ def check_texts(pattern: str, example: str) -> checks.Check:
     def read(values: object) -> None:
         texts = values if isinstance(values, list | tuple) else [None]
         if not all(isinstance(text, str) and re.fullmatch(pattern, text) for text in texts):
-            given = checks.format_value(values)
-            raise ValueError(f'must be a list such as ["{example}"], not {given}')
+            raise ValueError(
+                f'must be a list such as ["{example}"], not {checks.format_value(values)}'
+            )
 
     return read
 
@@ -114,6 +113,10 @@ def check_key(value: object) -> None:
         raise ValueError("must be a text in ASCII that is not empty and has no space around it")
 
 
+LOADING = (  # flags that are also options of Engine.load
+    *("threads", "max_seq_len", "chunked_prefill_size", "chat_template"),
+    *("prefix_cache_bytes", "prefix_cache_dir"),
+)
 SPELLED = {"key": "api_key", "no_thinking_split": "split_thought"}  # as users write them
 CHECKS: Mapping[str, checks.Check] = {
     "served_model_name": checks.check_text(1, 1024),
@@ -145,8 +148,8 @@ def read_key(file: Path | None) -> str | None:
 
 def parse_keep(text: str) -> float:
     """Read --keep, in ollama's words: 90s, 10m, 1h, a number of seconds; negative: for ever."""
-    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None:
         raise UsageError(f"--keep {text}: a time such as 90s, 10m, 1h, 0 or -1 (for ever)")
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     return math.inf if seconds < 0 else seconds

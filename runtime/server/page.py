@@ -1,15 +1,18 @@
 """The page to chat on: its files, and the markdown of its answers as HTML."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from fastapi import APIRouter, Request
 from markdown_it import MarkdownIt
 from starlette.responses import Response
 
-from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import MarkdownBody
+from mtpbuild.runtime.server.bodies import BodyRoute
+from mtpbuild.runtime.server.errors import ERRORS, ApiError, JsonResponse
+from mtpbuild.runtime.server.protocol import Body
 
+router = APIRouter(route_class=BodyRoute)
 FILES = {  # path -> file beside this one, and its type
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -30,18 +33,19 @@ HEADERS = {
 }
 
 
-def read_page(path: str) -> Response:
-    """Return the page's file at this path."""
-    name, kind = FILES[path]
-    content = Path(__file__).with_name(name).read_bytes()
-    return Response(content, headers=HEADERS, media_type=kind)
+class MarkdownBody(Body):
+    """The body of POST /markdown."""
+
+    text: str
 
 
-@cache
-def _make_markdown(links: bool) -> MarkdownIt:
-    """Return a renderer of markdown that escapes HTML, and links images instead of loading them."""
-    without = ["image"] if links else ["image", "link"]
-    return MarkdownIt("js-default", {"breaks": True}).disable(without)
+@router.post("/markdown", responses=ERRORS)
+async def render(body: MarkdownBody, request: Request) -> Response:
+    """Render markdown, for the page."""
+    if len(body.text) > MAX_CHARS:
+        raise ApiError(400, f"the text has more than {MAX_CHARS} characters", "text")
+    reading = request.app.state.services.reading
+    return JsonResponse({"html": await reading.run(object(), render_markdown, body.text)})
 
 
 def render_markdown(text: str) -> str:
@@ -57,8 +61,21 @@ def render_markdown(text: str) -> str:
     return markdown.renderer.render(tokens, markdown.options, {})
 
 
-def render_body(body: MarkdownBody) -> dict[str, Any]:
-    """Return a text's HTML; raises ApiError if it is too long."""
-    if len(body.text) > MAX_CHARS:
-        raise ApiError(400, f"the text has more than {MAX_CHARS} characters", "text")
-    return {"html": render_markdown(body.text)}
+@cache
+def _make_markdown(links: bool) -> MarkdownIt:
+    """Return a renderer of markdown that escapes HTML, and links images instead of loading them."""
+    without = ["image"] if links else ["image", "link"]
+    return MarkdownIt("js-default", {"breaks": True}).disable(without)
+
+
+def read_page(path: str) -> Response:
+    """Return the page's file at this path."""
+    name, kind = FILES[path]
+    content = Path(__file__).with_name(name).read_bytes()
+    return Response(content, headers=HEADERS, media_type=kind)
+
+
+pages = APIRouter(include_in_schema=False)
+for path in FILES:
+    answer: Any = partial(read_page, path)
+    pages.api_route(path, methods=["GET", "HEAD"])(answer)

@@ -1,125 +1,139 @@
 """SamplingParams from a request's body, with the server's defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from mtpbuild.runtime.errors import MissingDependencyError, RequestError
+from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.errors import (
+    ContextLengthError,
+    MissingDependencyError,
+    RequestError,
+    UsageError,
+)
 from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, GenerationBody
-from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.protocol import (
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    is_refused,
+)
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
 
 
 def read_params(
-    service: Service,
+    engine: Engine,
+    defaults: Mapping[str, Any],
     body: GenerationBody,
     prompt: int,
     calls: StructuredOutputs | None = None,
-    **own: Any,
+    **more: Any,
 ) -> SamplingParams:
-    """Return the SamplingParams of a request; raise ApiError if the engine can't serve them.
+    """Return the SamplingParams of a request; raise ApiError for a wrong field.
 
-    prompt: the prompt's number of tokens. calls: the grammar of an answer that must be tool calls.
-    own: further fields of SamplingParams, which clients can't set.
+    Whether the engine supports them is checked when the request is prepared. prompt: the prompt's
+    number of tokens. calls: the grammar of an answer that must be tool calls. more: further fields
+    of SamplingParams, which clients can't set.
     """
-    engine = service.engine
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)
-    most, limit_field = body.answer_limit
-    named = {"max_tokens": limit_field}  # setting -> the body's field that gives it
+    names = body.field_names
+    max_tokens, limit_field = body.answer_limit
     room = engine.manifest.build.max_seq_len - prompt
-    if most is not None and most > room:
-        raise TooLongError(limit_field, prompt + room, prompt, most)
-    try:
-        settings = service.settings.defaults | to_params_fields(body.settings, engine.manifest)
-    except RequestError as error:
-        raise make_field_error(error, named) from None
-    if body.echo_logprobs is not None and "prompt_logprobs" not in settings:
-        settings["prompt_logprobs"], named["prompt_logprobs"] = body.echo_logprobs, "echo"
-    if body.stream and settings.get("prompt_logprobs") is not None:
-        field = named.get("prompt_logprobs", "prompt_logprobs")
-        raise ApiError(400, f"{field} can't go with stream", field)
-    if settings.get("stop") and engine.tokenizer is None:
-        raise ApiError(400, "this engine was built without a tokenizer", "stop")
-    form = read_structured(body)
+    if max_tokens is None:
+        max_tokens = min(room, body.usual_tokens or room)
+    elif max_tokens > room:
+        raise TooLongError(limit_field, prompt + room, prompt, max_tokens)
+    form = _read_structured(body)
     if form is not None and calls is not None:
-        raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
-    named["structured_outputs"], settings["structured_outputs"] = form or ("tool_choice", calls)
-    if body.skip_special_tokens is False:
-        settings["shown_tokens"] = [*engine.special_ids.values()]
-    if settings.get("rejection_sample_method") == "synthetic":
-        raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
-    try:
-        limit = min(room, body.usual_tokens or room) if most is None else most
-        params = SamplingParams(max_tokens=limit, logprobs=body.num_logprobs, **settings, **own)
-        engine.check(params, form=False)  # the grammar is compiled when the request is prepared
-    except (RequestError, MissingDependencyError) as error:
-        raise make_field_error(error, named) from None
-    return params
+        field = names["structured_outputs"]
+        raise ApiError(400, f"{field} can't go with a forced tool call", field)
+    with translate_errors(names=names):
+        settings = {**defaults, **to_params_fields(body.settings, engine.manifest)}
+        if body.echo_logprobs is not None:
+            settings.setdefault("prompt_logprobs", body.echo_logprobs)
+        if body.stream and settings.get("prompt_logprobs") is not None:
+            raise RequestError("prompt_logprobs can't go with stream")
+        if settings.get("stop") and engine.tokenizer is None:
+            raise ApiError(400, "this engine was built without a tokenizer", "stop")
+        if body.skip_special_tokens is False:
+            settings["shown_tokens"] = [*engine.special_ids.values()]
+        if settings.get("rejection_sample_method") == "synthetic":
+            raise RequestError("rejection_sample_method: synthetic acceptance is for benchmarks")
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=body.num_logprobs,
+            structured_outputs=form or calls,
+            **settings,
+            **more,
+        )
 
 
 def check_refused(body: GenerationBody) -> None:
     """Raise ApiError for a field that the server refuses."""
-    if refused := body.refused:
-        name, reason = refused
-        raise ApiError(400, f"{name} is not supported: {reason}", name)
+    for name, value in (body.model_extra or {}).items():
+        if is_refused(name, value):
+            raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
 
 
-def make_field_error(error: Exception, names: Mapping[str, str]) -> ApiError:
-    """Return the client's error for a setting; names: setting -> the field that sets it."""
-    message, setting = str(error), find_leading_field(str(error))
-    if setting is None:
-        return ApiError(400, message)
-    field = names.get(setting, setting)
-    return ApiError(400, field + message.removeprefix(setting), field)
+@contextmanager
+def translate_errors(
+    param: str | None = None, names: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Turn an error of the block into the client's, which names the field at fault.
 
-
-def find_leading_field(message: str) -> str | None:
-    """Return the name of the field that a message begins with, if any."""
-    first = message.split()[0].rstrip(":")
-    fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
-    return first if first.partition(".")[0] in fields else None
-
-
-def read_structured(body: GenerationBody) -> tuple[str, StructuredOutputs] | None:
-    """Return the field that asks for structured output, and its value; None if no field does.
-
-    Raises ApiError.
+    param: the field if the message begins with none. names: setting -> the field that sets it.
     """
-    given = {"structured_outputs": body.structured_outputs}
+    try:
+        yield
+    except ContextLengthError as error:
+        raise TooLongError(param or "prompt", error.limit, error.tokens) from None
+    except (RequestError, MissingDependencyError, UsageError) as error:
+        message = str(error)
+        setting = message.split()[0].rstrip(":")
+        fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
+        if setting.partition(".")[0] in fields:
+            param = (names or {}).get(setting, setting)
+            message = param + message.removeprefix(setting)
+        raise ApiError(400, message, param) from None
+
+
+def _read_structured(body: GenerationBody) -> StructuredOutputs | None:
+    """Return the structured output that a body asks for; raise ApiError."""
+    forms = {"structured_outputs": body.structured_outputs}
     if body.response_format is not None:
-        given["response_format"] = _parse_response_format(body.response_format)
-    forms = {name: form for name, form in given.items() if form is not None}
-    if len(forms) > 1:
+        forms["response_format"] = _parse_response_format(body.response_format)
+    fields = [name for name, form in forms.items() if form is not None]
+    if len(fields) > 1:
         raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
-    for field, form in forms.items():
+    for field in fields:
+        form = forms[field] or {}
         if unknown := sorted(form.keys() - {*KINDS, "disable_any_whitespace"}):
             message = f"{field}: {unknown[0]} is not supported; known: {', '.join(KINDS)}"
             raise ApiError(400, message, field)
-        try:
-            return field, StructuredOutputs(**{k: form[k] for k in KINDS if k in form})
-        except RequestError as error:
-            raise ApiError(400, str(error), field) from None
+        with translate_errors(field, {"structured_outputs": field}):
+            return StructuredOutputs(**{kind: form[kind] for kind in KINDS if kind in form})
     return None
 
 
-def _parse_response_format(given: dict[str, Any]) -> dict[str, Any] | None:
+def _parse_response_format(form: dict[str, Any]) -> dict[str, Any] | None:
     """Translate OpenAI's response_format into vLLM's structured_outputs."""
-    kind, field = given.get("type"), "response_format"
-    if kind in ("text", "json_object"):
-        for name in ("schema", "json_schema"):
-            if given.get(name) is not None:
-                message = f"{field}.{name} is not supported: type json_schema has it"
-                raise ApiError(400, message, field)
-        return {"json_object": True} if kind == "json_object" else None
-    if kind != "json_schema":
-        message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
-        raise ApiError(400, message, field)
-    match given.get("json_schema"):
-        case {"schema": dict() | bool() as schema}:
+    field = "response_format"
+    match form:
+        case {"type": "text" | "json_object" as kind}:
+            for name in ("schema", "json_schema"):
+                if form.get(name) is not None:
+                    message = f"{field}.{name} is not supported: type json_schema has it"
+                    raise ApiError(400, message, field)
+            return {"json_object": True} if kind == "json_object" else None
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
             return {"json": schema}
-    raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
+        case {"type": "json_schema"}:
+            raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
+    message = f"{field}.type must be text, json_object or json_schema"
+    raise ApiError(400, f"{message}, not {form.get('type')!r:.60}", field)

@@ -5,7 +5,7 @@ does not implement, are refused.
 """
 
 import reprlib
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
@@ -14,7 +14,6 @@ from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough
 Id = Annotated[int, Field(ge=0)]
-TOKEN = "a token id, which is a whole number from 0"
 
 
 REASONS = {  # reason why fields are refused, or advice -> the fields
@@ -106,12 +105,11 @@ def _describe(schema: dict[str, Any]) -> None:
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
 
 
-def _has_effect(name: str, value: Any) -> bool:
-    """Return whether a refused field has an effective value; false does not count as 0."""
-    nothing = NEUTRAL_VALUES.get(name)
-    return value is not None and (
-        value != nothing or isinstance(value, bool) is not isinstance(nothing, bool)
-    )
+def is_refused(name: str, value: Any) -> bool:
+    """Tell whether a field is refused, as its value has an effect; false does not count as 0."""
+    neutral = NEUTRAL_VALUES.get(name)
+    same = value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+    return name in REFUSED and value is not None and not same
 
 
 class GenerationBody(StreamedBody):
@@ -164,23 +162,21 @@ class GenerationBody(StreamedBody):
         return "always" if options.continuous_usage_stats else "last"
 
     @property
-    def form_field(self) -> str:
-        """The name of the field that asks for structured output."""
-        given = (name for name in ("response_format", "structured_outputs") if getattr(self, name))
-        return next(given, "tool_choice")
-
-    @property
-    def refused(self) -> tuple[str, str] | None:
-        """The first refused field with an effective value, and the reason; None if none."""
-        given = (self.model_extra or {}).items()
-        return next(((n, REFUSED[n]) for n, v in given if n in REFUSED and _has_effect(n, v)), None)
+    def field_names(self) -> dict[str, str]:
+        """Setting -> the field that gives it, where their names differ."""
+        fields = {"max_tokens": self.answer_limit[1], "structured_outputs": "tool_choice"}
+        if self.echo_logprobs is not None and "prompt_logprobs" not in self.settings:
+            fields["prompt_logprobs"] = "echo"
+        for name in ("structured_outputs", "response_format"):
+            if (form := getattr(self, name)) and form.get("type") != "text":
+                fields["structured_outputs"] = name
+        return fields
 
     @property
     def settings(self) -> dict[str, Any]:
         """The sampling settings in the body, unchecked."""
-        return {
-            n: value for n, value in (self.model_extra or {}).items() if n in list_http_settings()
-        }
+        known = list_http_settings()
+        return {name: v for name, v in (self.model_extra or {}).items() if name in known}
 
 
 class Function(Body):
@@ -189,7 +185,7 @@ class Function(Body):
     name: str
     description: str | None = None
     parameters: Annotated[
-        dict[str, Any] | None, BeforeValidator(lambda given: {} if given is True else given)
+        dict[str, Any] | None, BeforeValidator(lambda schema: {} if schema is True else schema)
     ] = None
 
 
@@ -227,34 +223,6 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class ChatTokensBody(ChatBody):
-    """The body of POST /tokenize for a conversation."""
-
-    return_token_strs: bool | None = None
-
-
-class TextTokensBody(Body):
-    """The body of POST /tokenize for a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class TokensBody(Body):
-    """The body of POST /detokenize."""
-
-    model: str | None = None
-    tokens: Many[Id]
-
-
-class MarkdownBody(Body):
-    """The body of POST /markdown."""
-
-    text: str
-
-
 def _check_prompt_items(prompt: Any) -> Any:
     """Check a prompt and name its first wrong item.
 
@@ -264,23 +232,22 @@ def _check_prompt_items(prompt: Any) -> Any:
         return prompt
     if not isinstance(prompt, list):
         raise ValueError("a prompt is a text, token ids, or a list of these")
-    first: type = type(prompt[0]) if prompt else int
-    wanted = "a text" if first is str else "a list of token ids" if first is list else TOKEN
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    first = type(prompt[0]) if isinstance(prompt[0], str | list) else int
     for number, item in enumerate(prompt):
-        fits = _is_id(item) if wanted is TOKEN else isinstance(item, first)
-        _check_item(number, item, fits, wanted)
-        for id in item if first is list else ():
-            _check_item(number, id, _is_id(id), TOKEN)
+        if first is str and not isinstance(item, str):
+            _refuse_item(number, "a text", item)
+        if first is list and not isinstance(item, list):
+            _refuse_item(number, "a list of token ids", item)
+        for id in item if first is list else [item] if first is int else ():
+            if type(id) is not int or id < 0:
+                _refuse_item(number, "a token id, which is a whole number from 0", id)
     return prompt
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_item(number: int, value: Any, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
+def _refuse_item(number: int, wanted: str, value: Any) -> NoReturn:
+    raise ValueError(f"item {number} must be {wanted}, not {reprlib.repr(value)}")
 
 
 class CompletionBody(GenerationBody):
@@ -304,6 +271,11 @@ class CompletionBody(GenerationBody):
         return self.logprobs if self.echo else None
 
     @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or token ids."""
+        single = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if single else list(self.prompt)
+
+    @property
     def count(self) -> int:
-        several = isinstance(self.prompt, list) and not isinstance(next(iter(self.prompt), 0), int)
-        return super().count * (len(self.prompt) if several else 1)
+        return super().count * len(self.prompts)

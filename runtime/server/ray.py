@@ -16,8 +16,7 @@ from mtpbuild.runtime.contract.target_options import load_options, make_option_f
 from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
-from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.services import Services
+from mtpbuild.runtime.server.service import Service, Services
 
 
 def _list_fields(kind: type[Any]) -> dict[str, Any]:
@@ -26,14 +25,15 @@ def _list_fields(kind: type[Any]) -> dict[str, Any]:
     return {entry.name: (hints[entry.name], entry.default) for entry in fields(kind)}
 
 
-LOADING = _list_fields(make_option_flags(load_options))
+REPLICA_FIELDS = _list_fields(ReplicaFlags)
+LOAD_FIELDS = _list_fields(make_option_flags(load_options))
 Arguments: Any = create_model(
     "Arguments",
     __config__=ConfigDict(frozen=True, extra="forbid"),
     __doc__="The application's `args`, the same for all replicas; files lie on every machine.",
     engine=(str, ...),
-    **_list_fields(ReplicaFlags),
-    **LOADING,
+    **REPLICA_FIELDS,
+    **LOAD_FIELDS,
 )
 
 
@@ -64,14 +64,14 @@ class Replica:
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
-        own = ServerOptions(
-            **{name: getattr(arguments, name) for name in _list_fields(ReplicaFlags)},
+        settings = ServerOptions(
+            **{name: getattr(arguments, name) for name in REPLICA_FIELDS},
             key=read_key(arguments.api_key),
             defaults=choose_sampling_defaults(folder, read_manifest(folder)),
         )
-        self._service = Service(own)
-        options = {name: getattr(arguments, name) for name in LOADING}
-        self._service.start(own.load_engine(folder, **options))
+        self._service = Service(settings)
+        options = {name: getattr(arguments, name) for name in LOAD_FIELDS}
+        self._service.start(settings.load_engine(folder, **options))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = make_app(Services(self._service))

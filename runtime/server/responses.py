@@ -3,23 +3,22 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fastapi import APIRouter, Request
 from pydantic import ConfigDict
+from starlette.responses import Response
 
+from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
+from mtpbuild.runtime.server.answering import ANSWERS, answer
 from mtpbuild.runtime.server.answers import Json
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
+from mtpbuild.runtime.server.bodies import BodyRoute
 from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
-from mtpbuild.runtime.server.service import Service
 
+router = APIRouter(route_class=BodyRoute)
 STATELESS = "the server keeps no responses: send the whole conversation as input"
-REFUSED = {
-    "background": "an answer is given to the request that asks for it",
-    "conversation": STATELESS,
-    "previous_response_id": STATELESS,
-    "prompt": "the server keeps no prompts",
-}
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
@@ -38,7 +37,17 @@ class Text(Body):
 class ResponsesBody(TranslatedBody):
     """The body of POST /v1/responses."""
 
-    names = NAMES
+    names = {  # noqa: RUF012  (a ClassVar of the base class)
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
+    refused = {  # noqa: RUF012
+        "background": "an answer is given to the request that asks for it",
+        "conversation": STATELESS,
+        "previous_response_id": STATELESS,
+        "prompt": "the server keeps no prompts",
+    }
 
     input: str | Many[Json]
     instructions: str | None = None
@@ -61,23 +70,21 @@ class ResponsesBody(TranslatedBody):
         return messages
 
     def chat_body(self) -> ChatBody:
-        extra = self.model_extra or {}
-        for name, reason in REFUSED.items():
-            if extra.get(name):
-                raise ApiError(400, f"{name} is not supported: {reason}", name)
         if "message.output_text.logprobs" in (self.include or ()):
             message = "include: /v1/chat/completions has log-probabilities"
             raise ApiError(400, message, "include")
-        effort = self.reasoning.effort if self.reasoning else None
-        thinks = effort != "none"
-        template = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
-        choice, form = self.tool_choice, (self.text.format if self.text else None) or None
+        template = Json()
+        if self.reasoning and (effort := self.reasoning.effort):
+            thinks = effort != "none"
+            template = {"reasoning_effort": effort, "thinking": thinks, "enable_thinking": thinks}
+        choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
+        form = (self.text.format if self.text else None) or None
         if form and form.get("type") == "json_schema":
             form = {"type": "json_schema", "json_schema": form}
         return self.make_chat_body(
-            template if effort else {},
+            template,
             max_tokens=self.max_output_tokens,
             tools=[_read_function(tool) for tool in _list_functions(_list_tools(self))] or None,
             tool_choice=choice,
@@ -86,11 +93,20 @@ class ResponsesBody(TranslatedBody):
         )
 
 
-def read_response(service: Service, body: ResponsesBody) -> "ResponsesAnswer":
+@router.post("/v1/responses", responses=ANSWERS)
+async def respond(body: ResponsesBody, request: Request) -> Response:
+    """Continue a conversation, by OpenAI's newer API."""
+    return answer(request, body, read_response)
+
+
+def read_response(
+    engine: Engine, settings: ServerOptions, body: ResponsesBody
+) -> "ResponsesAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
-    answer = read_translated(ResponsesAnswer, service, body)
-    answer.asked, answer.namespaces = body, dict(_list_namespaced_functions(_list_tools(body)))
-    return answer
+    response = read_translated(ResponsesAnswer, engine, settings, body)
+    response.asked = body
+    response.namespaces = dict(_list_namespaced_functions(_list_tools(body)))
+    return response
 
 
 def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
@@ -124,14 +140,14 @@ def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None
         case {"role": str(role), "content": content}:
             messages.append((place, {"role": role, "content": content}))
         case _:
-            where, kind = f"input.{number}", item.get("type")
-            raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
+            where = f"input.{number}"
+            kind = f"{item.get('type')!r:.60}"
+            raise ApiError(400, f"{where}: no item of type {kind} can be read", where)
 
 
 def _join_texts(parts: Any) -> str:
     """Join the texts of a reasoning item; an encrypted item has none."""
-    each = parts if isinstance(parts, list) else []
-    return "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
+    return "".join(str(part.get("text") or "") for part in _list_objects(parts))
 
 
 def _list_tools(body: ResponsesBody) -> list[Json]:
@@ -144,9 +160,11 @@ def _list_tools(body: ResponsesBody) -> list[Json]:
         if (kind := tool.get("type")) not in ("function", "namespace"):
             only = "only functions are supported, the server has no"
             raise ApiError(400, f"tools.{number}: {only} {kind!r:.60}", "tools")
-    items = body.input if isinstance(body.input, list) else []
-    more = [item.get("tools") for item in items if item.get("type") == "additional_tools"]
-    return [*(body.tools or ()), *(each for found in more for each in _list_objects(found))]
+    tools = [*(body.tools or ())]
+    for item in body.input if isinstance(body.input, list) else ():
+        if item.get("type") == "additional_tools":
+            tools += _list_objects(item.get("tools"))
+    return tools
 
 
 def _list_functions(tools: Iterable[Json]) -> Iterator[Json]:
@@ -167,8 +185,8 @@ def _list_namespaced_functions(tools: Iterable[Json]) -> Iterator[tuple[str, Any
                 yield str(function.get("name")), tool.get("name")
 
 
-def _list_objects(given: Any) -> list[Json]:
-    return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+def _list_objects(values: Any) -> list[Json]:
+    return [v for v in values if isinstance(v, dict)] if isinstance(values, list) else []
 
 
 def _read_function(tool: Json) -> Json:
@@ -181,11 +199,11 @@ class ResponsesAnswer(BlockAnswer):
     kind = "resp"
     asked: ResponsesBody
     namespaces: dict[str, Any]  # by function name
-    _events = 0
+    _events = -1  # the number of the newest event
 
     def make_full_body(self) -> Json:
-        shown = filter(self.is_shown, self.choice.blocks)
-        output = [self._make_item(block, self._is_complete(block)) for block in shown]
+        blocks = [block for block in self.choice.blocks if self.is_shown(block)]
+        output = [self._make_item(block, self._is_complete(block)) for block in blocks]
         return self._make_response("incomplete" if self._is_cut else "completed", output)
 
     @property
@@ -224,7 +242,8 @@ class ResponsesAnswer(BlockAnswer):
         item = self._make_item(block, self._is_complete(block))
         yield self._make_event("output_item.done", output_index=self.index, item=item)
 
-    def end_events(self) -> Iterator[Json]:
+    def make_last_events(self) -> Iterator[Json]:
+        yield from self.close()
         response = self.make_full_body()
         yield self._make_event(response["status"], response=response)
 
@@ -240,8 +259,7 @@ class ResponsesAnswer(BlockAnswer):
             place = {"item_id": _make_item_id(block), "output_index": self.index}
             place |= {} if block.kind == "call" else {"content_index": 0}
         self._events += 1
-        number = self._events - 1
-        return {"type": f"response.{kind}", "sequence_number": number} | place | fields
+        return {"type": f"response.{kind}", "sequence_number": self._events} | place | fields
 
     def _make_item(self, block: AnswerBlock, complete: bool | None) -> Json:
         """Return a block as an output item; `complete` is None if it has just begun."""
@@ -303,5 +321,5 @@ def _make_item_id(block: AnswerBlock) -> str:
 
 
 def _make_part(kind: str, text: str) -> Json:
-    more: Json = {"annotations": [], "logprobs": []} if kind == "content" else {}
-    return {"type": TEXTS[kind], "text": text} | more
+    part: Json = {"type": TEXTS[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "content" else part

@@ -15,7 +15,7 @@ import uvicorn
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, make_connection_class
-from mtpbuild.runtime.server.services import Services
+from mtpbuild.runtime.server.service import Services
 
 BACKLOG = 2048
 ENDED_AT_ONCE = 130
@@ -109,7 +109,7 @@ async def _serve(services: Services, address: Address, sock: socket.socket) -> N
         endings.append(asyncio.create_task(end()))
 
     on_signals(asyncio.get_running_loop(), signalled)
-    for service in services.each:
+    for service in services.all:
         service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([sock]))
     loading = asyncio.create_task(services.load())
@@ -122,7 +122,7 @@ async def _serve(services: Services, address: Address, sock: socket.socket) -> N
         await serving
     with contextlib.closing(services):
         loading.result()
-        names = ", ".join(service.model for service in services.each)
+        names = ", ".join(service.model for service in services.all)
         print(f"serving {names} on {_make_url(sock)}", file=sys.stderr, flush=True)
         watching = asyncio.create_task(services.watch())
         await serving

@@ -1,16 +1,16 @@
-"""The service between the routes and the engine: admission, metrics, failures and draining."""
+"""The services between the routes and the engines: admission, metrics, failures and draining."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import copy
 from dataclasses import replace
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.engine.engine import Engine
+from mtpbuild.runtime.engine.metrics import write_metrics
 from mtpbuild.runtime.errors import (
     DeadlineError,
     EngineError,
@@ -31,7 +31,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("mtpbuild")
 SHUTTING_DOWN = "the server is shutting down"
-READERS, COMPILERS = 4, 2  # threads
+READERS = 4  # threads
+COMPILERS = 2  # threads
 FORMS = 32  # grammars of answers that are compiled at once or wait for it
 READ_BUSY = "too many long bodies are being read already (max_queue)"
 COMPILE_BUSY = f"{FORMS} forms of answers are being compiled already"
@@ -138,10 +139,11 @@ class Service:
             raise ApiError(503, f"the engine has failed: {self.failed}")
         if self.draining:
             raise ApiError(503, SHUTTING_DOWN)
-        if count > (most := slots + self.settings.max_queue):
-            much = f"the request has {count} choices, {most} may run and wait (max_queue)"
-            raise ApiError(429, much, retry=False)
-        if self.open + count > most:
+        limit = slots + self.settings.max_queue
+        if count > limit:
+            message = f"the request has {count} choices, {limit} may run and wait (max_queue)"
+            raise ApiError(429, message, retry=False)
+        if self.open + count > limit:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (max_queue)")
 
@@ -159,14 +161,6 @@ class Service:
             yield
         finally:
             self.open -= count
-
-    @contextlib.contextmanager
-    def pinned(self) -> Iterator[Self]:
-        """Yield this service with its engine as it is now: a swap in the block changes nothing."""
-        with self.engine.pinned() as engine:
-            service = copy(self)
-            service._engine = engine
-            yield service
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks; closing the stream aborts the request. Raises ApiError."""
@@ -188,9 +182,9 @@ class Service:
     @contextlib.asynccontextmanager
     async def limit_time(self) -> AsyncIterator[None]:
         """Limit the time of the block; raises ApiError if it is over."""
-        most = self.settings.request_timeout or None
+        timeout = self.settings.request_timeout or None
         try:
-            async with asyncio.timeout(0 if self._cut_off else most) as limit:
+            async with asyncio.timeout(0 if self._cut_off else timeout) as limit:
                 self._limits.add(limit)
                 try:
                     yield
@@ -214,7 +208,8 @@ class Service:
         await self._wait_until_answered(timeout)
         if self.open:
             log.warning("%d requests were cut off after %g s (drain_timeout)", self.open, timeout)
-            self._cut_off, now = True, asyncio.get_running_loop().time()
+            self._cut_off = True
+            now = asyncio.get_running_loop().time()
             for limit in self._limits:
                 if not limit.expired():
                     limit.reschedule(now)
@@ -257,3 +252,69 @@ class Service:
         """Record that the engine has failed for good."""
         self.failed = error
         self.on_failure()
+
+
+class Services:
+    """The services of a server, which share all settings but their models' own."""
+
+    def __init__(self, *services: Service) -> None:
+        self.all = services
+        self.settings = services[0].settings
+        self.reading = services[0].reading  # reads bodies before their model is known
+
+    def find(self, model: str | None) -> Service:
+        """Return the service of a model, by default the first; raises ApiError."""
+        for service in self.all:
+            if model in (None, service.model):
+                return service
+        raise ApiError(404, f"The model `{model}` does not exist.", "model")
+
+    def cards(self) -> list[dict[str, Any]]:
+        """Describe the models, as vLLM does, with llama.cpp's status; raises ApiError."""
+        return [
+            {
+                "id": service.model,
+                "object": "model",
+                "created": 0,
+                "owned_by": "mtpbuild",
+                "root": service.manifest.model.name,
+                "parent": None,
+                "max_model_len": service.manifest.build.max_seq_len,
+                "status": {"value": "loaded" if service.is_loaded else "unloaded"},
+            }
+            for service in self.all
+        ]
+
+    def write_metrics(self) -> str:
+        """Return the metrics of the models that were loaded, as Prometheus's text."""
+        return write_metrics([s.metered for s in self.all if s.metered is not None])
+
+    @property
+    def open(self) -> int:
+        """The number of choices that are under way or wait."""
+        return sum(service.open for service in self.all)
+
+    @property
+    def ready(self) -> bool:
+        return all(service.ready for service in self.all)
+
+    @property
+    def failed(self) -> EngineError | None:
+        return next((s.failed for s in self.all if s.failed is not None), None)
+
+    async def load(self) -> None:
+        """Load the engines that are not loaded on demand."""
+        await asyncio.gather(*(service.load() for service in self.all))
+
+    async def watch(self) -> None:
+        """Look after all engines."""
+        await asyncio.gather(*(service.watch() for service in self.all))
+
+    async def drain(self, timeout: float) -> bool:
+        """Drain all services; return whether all requests were answered."""
+        return all(await asyncio.gather(*(service.drain(timeout) for service in self.all)))
+
+    def close(self) -> None:
+        """Close all engines."""
+        for service in self.all:
+            service.close()

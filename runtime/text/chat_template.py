@@ -135,16 +135,16 @@ def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+def _check_objects(name: str, objects: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
     """Check and copy a list of JSON objects; None stays None."""
-    if given is None:
+    if objects is None:
         return None
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise RequestError(f"{name} is a list of JSON objects, not {given!r:.60}")
-    for number, entry in enumerate(given):
+    if isinstance(objects, str) or not isinstance(objects, Sequence):
+        raise RequestError(f"{name} is a list of JSON objects, not {objects!r:.60}")
+    for number, entry in enumerate(objects):
         if not isinstance(entry, Mapping):
             raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
-    return [_simplify_value(entry, f"{name} {number}") for number, entry in enumerate(given)]
+    return [_simplify_value(entry, f"{name} {number}") for number, entry in enumerate(objects)]
 
 
 def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -156,13 +156,13 @@ class TextStream:
         tail = self._tail
         first_end, self._unsearched = len(tail) - self._unsearched + 1, 0
         starts = {stop: tail.find(stop, max(0, first_end - len(stop))) for stop in self._stop}
-        found = [(at, stop) for stop, at in starts.items() if at >= 0]
-        if found:
-            at, self.stopped_by = min(found)
+        places = [(at, stop) for stop, at in starts.items() if at >= 0]
+        if places:
+            at, self.stopped_by = min(places)
             self._emit(at + (len(self.stopped_by) if self._with_stop else 0), cut_marks=True)
             self._pending.clear()
             self._utf8.reset()
-        return bool(found)
+        return bool(places)
 
     def _release(self, held: int = 0) -> None:
         """Release the pending text except its last `held` characters."""

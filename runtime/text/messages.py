@@ -87,7 +87,7 @@ def adapt_roles(messages: list[Message], render: Render) -> list[Message]:
     if not any(message.get("role") == "developer" for message in messages):
         return messages
     tried = [messages, *_list_role_variants(messages)]
-    return next((each for each in tried if _shows_instructions(each, render)), tried[1])
+    return next((variant for variant in tried if _shows_instructions(variant, render)), tried[1])
 
 
 def _list_role_variants(messages: list[Message]) -> Iterator[list[Message]]:

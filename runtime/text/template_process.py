@@ -63,8 +63,8 @@ def limit_memory() -> None:
             used = int(file.read().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         wanted = used + MEMORY
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def set_alarm(seconds: float) -> None:
@@ -133,8 +133,8 @@ def make_environment() -> Any:
     def tojson(value: Any, *positional: Any, **options: Any) -> str:
         """Write JSON; Jinja's own filter would escape HTML."""
         names = ("ensure_ascii", "indent", "separators", "sort_keys")
-        given = dict(zip(names, positional, strict=False))
-        return json.dumps(value, **{"ensure_ascii": False} | given | options)
+        arguments = dict(zip(names, positional, strict=False))
+        return json.dumps(value, **{"ensure_ascii": False} | arguments | options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -64,10 +64,10 @@ class Tokenizer:
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
         if len(text) < LONG:
-            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:  # a batch lets other threads run
-            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = found.ids
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
     def exceeds(self, text: str, count: int) -> bool:
@@ -81,10 +81,10 @@ class Tokenizer:
             return True
         if len(text) <= count * SPARSE:
             return False
-        found = 0
+        tokens = 0
         for begin in range(0, len(text), LONG):
-            found += len(self.encode(text[begin : begin + LONG], add_special_tokens=False))
-            if found > 2 * count:
+            tokens += len(self.encode(text[begin : begin + LONG], add_special_tokens=False))
+            if tokens > 2 * count:
                 return True
         return False
 
@@ -92,8 +92,8 @@ class Tokenizer:
     def longest(self) -> int:
         """The largest number of characters in one token."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)  # a letter stands for a byte
-        most = max(map(len, vocabulary), default=1)
-        return most if self._backend.normalizer is None else 4 * most  # NFC joins characters
+        longest = max(map(len, vocabulary), default=1)
+        return longest if self._backend.normalizer is None else 4 * longest  # NFC joins characters
 
     @property
     def added_tokens(self) -> dict[str, int]:
@@ -103,10 +103,10 @@ class Tokenizer:
 
     def decode_token(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text: none for a special or unknown token."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = _decode_spelling(self._backend.id_to_token(token) or "")
-        return found
+        raw = self._bytes.get(token)
+        if raw is None:
+            raw = self._bytes[token] = _decode_spelling(self._backend.id_to_token(token) or "")
+        return raw
 
     def find_special_name(self, token: int) -> str | None:
         """Return the name of a token that adds nothing to the text; None for any other token."""
@@ -205,11 +205,11 @@ def read_tokenizer(
     backend.no_truncation()  # a tokenizer.json may have kept the settings of training
     backend.no_padding()
     special = tokenizer_files.special_tokens(config)
-    own = _find_own_tokens(backend, model)
+    model_tokens = _find_own_tokens(backend, model)
     templates = tokenizer_files.chat_templates(
-        folder, files, config, own if stored is None else special, chat_template
+        folder, files, config, model_tokens if stored is None else special, chat_template
     )
-    bos = special.get("bos_token") or own.get("bos_token", "")
+    bos = special.get("bos_token") or model_tokens.get("bos_token", "")
     # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek relies on it alone.
     add_bos = config.get("add_bos_token") is True
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)

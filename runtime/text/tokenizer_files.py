@@ -40,11 +40,11 @@ def read_config(folder: Path, names: Collection[str]) -> Config | None:
 
 def special_tokens(config: Config) -> dict[str, str]:
     """Map names such as `bos_token`, and the model's own names, to special tokens."""
-    given = {name: config.get(name) for name in NAMED}
-    given |= {name: value for name, value in config.items() if name.endswith("_token")}
-    if isinstance(own := config.get("extra_special_tokens"), dict):
-        given |= own
-    texts = {name: _read_text(value) for name, value in given.items()}
+    tokens = {name: config.get(name) for name in NAMED}
+    tokens |= {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(extra := config.get("extra_special_tokens"), dict):
+        tokens |= extra
+    texts = {name: _read_text(value) for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if text is not None}
 
 
@@ -54,10 +54,10 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     A token is special if it has a name, or if it is marked as special in either file.
     """
     known = backend.get_added_tokens_decoder()
-    given = dict(_read_given_tokens(config)) or dict(known)
+    listed = dict(_read_given_tokens(config)) or dict(known)
     named = special_tokens(config).values()
     special = {*named, *(token.content for token in known.values() if token.special)}
-    tokens = [given[id] for id in sorted(given)]
+    tokens = [listed[id] for id in sorted(listed)]
     for token in tokens:
         token.special = token.special or token.content in special
     texts = {token.content for token in (*known.values(), *tokens)}
@@ -79,9 +79,9 @@ def read_template(path: Path) -> str:
         raise UsageError(f"chat_template {path}: can't be read ({why})") from None
     except ValueError as error:
         raise UsageError(f"chat_template {path}: not text in UTF-8 ({error})") from None
-    given = {"tools": None, "documents": None, "add_generation_prompt": True}
+    options = {"tools": None, "documents": None, "add_generation_prompt": True}
     messages = [{"role": "user", "content": "x"}]
-    kind, said = render_text(text, {**dict.fromkeys(NAMED, ""), **given, "messages": messages})
+    kind, said = render_text(text, {**dict.fromkeys(NAMED, ""), **options, "messages": messages})
     if kind != DONE:
         raise UsageError(f"chat_template {path}: does not render a question: {said}")
     return text
@@ -92,12 +92,12 @@ def chat_templates(
     names: Collection[str],
     config: Config,
     special: Mapping[str, str],
-    given: Path | None = None,
+    path: Path | None = None,
 ) -> ChatTemplates | None:
     """Return the model's chat templates, or the one that is given; None if there are none."""
-    if given is not None:
-        own = {DEFAULT: TemplateText(str(given), read_template(given))}
-        return ChatTemplates(own, special)
+    if path is not None:
+        sources = {DEFAULT: TemplateText(str(path), read_template(path))}
+        return ChatTemplates(sources, special)
     sources = dict(_read_template_files(folder, names)) or dict(_read_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 
@@ -114,10 +114,10 @@ def _read_template_files(
 
 def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
     """Yield the templates in tokenizer_config.json: one text, or a list of names and texts."""
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        given = [{"name": DEFAULT, "template": given}]
-    for entry in given if isinstance(given, list) else ():
+    templates = config.get("chat_template")
+    if isinstance(templates, str):
+        templates = [{"name": DEFAULT, "template": templates}]
+    for entry in templates if isinstance(templates, list) else ():
         match entry:
             case {"name": str(name), "template": str(text)}:
                 yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
@@ -130,8 +130,8 @@ def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateTe
 
 def _read_given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
     """Yield the tokens of `added_tokens_decoder` by id, with their flags."""
-    given = config.get("added_tokens_decoder")
-    for id, token in given.items() if isinstance(given, dict) else ():
+    tokens = config.get("added_tokens_decoder")
+    for id, token in tokens.items() if isinstance(tokens, dict) else ():
         try:
             flags = {name: token[name] for name in FLAGS if name in token}
             yield int(id), AddedToken(token["content"], **flags)

@@ -58,23 +58,21 @@ class ToolCallParser:
     def _in_text(self, last: bool) -> list[AnswerPiece]:
         """Parse the text up to the next call; the markers around all calls are dropped."""
         text, marker = self._pending, ""
-        found = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
+        places = [(at, marker) for marker in self._markers if (at := text.find(marker)) >= 0]
+        if places:
+            at, marker = min(places)
         else:  # the end of the text may begin a marker
             at = len(text) - (0 if last else measure_marker_prefix(text, *self._markers))
         text, self._pending = text[:at], text[at + len(marker) :]
         space = text[len(self._trim(text)) :]
-        if not found:
+        if not places:
             self._pending = "" if last else space + self._pending
         elif marker not in self.form.outer:
             self._space, self._raw, self._closed = space, [marker], self.count
-            tagged = self.form.tags is not None
-            self._call = (
-                TaggedCallParser(self.form, self.tools, marker)
-                if tagged
-                else JsonCallParser(self.form)
-            )
+            if self.form.tags is None:
+                self._call = JsonCallParser(self.form)
+            else:
+                self._call = TaggedCallParser(self.form, self.tools, marker)
         return self._make_content(text)
 
     def _trim(self, text: str) -> str:

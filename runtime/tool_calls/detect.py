@@ -25,9 +25,9 @@ def detect_form(templates: ChatTemplates) -> str | None:
             text = _render_call(templates, arguments)
         except MtpbuildError:  # the template wants the other kind of arguments, or no calls
             continue
-        found = [name for name, form in FORMS.items() if _is_read_back(form, text)]
-        if found:  # several forms match if they differ in line breaks alone
-            return next((name for name in found if _write_beginning(FORMS[name]) in text), found[0])
+        names = [name for name, form in FORMS.items() if _is_read_back(form, text)]
+        if names:  # several forms match if they differ in line breaks alone
+            return next((name for name in names if _write_beginning(FORMS[name]) in text), names[0])
     return None
 
 

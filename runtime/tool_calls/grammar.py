@@ -60,8 +60,8 @@ def _quote_literal(text: str, tokenizer: Tokenizer) -> str:
 
 def _split_parts(text: str, added: dict[str, int]) -> Iterator[str]:
     while text:
-        found = [(text.index(token), token) for token in added if token in text]
-        at, token = min(found, default=(len(text), ""))
+        places = [(text.index(token), token) for token in added if token in text]
+        at, token = min(places, default=(len(text), ""))
         if at:
             yield json.dumps(text[:at])
         if token:
@@ -108,8 +108,8 @@ def _write_member_rules(
     part = part if isinstance(part, Mapping) else {}
     values = [part["const"]] if "const" in part else part.get("enum")
     if isinstance(values, list) and values:
-        each = [tagged(literal(as_text(v)), string=isinstance(v, str)) for v in values]
-        return [f"{rule}: {' | '.join(each)}"]
+        choices = [tagged(literal(as_text(v)), string=isinstance(v, str)) for v in values]
+        return [f"{rule}: {' | '.join(choices)}"]
     if "string" in list_allowed_types(part, root, {}):
         return _write_text_rules(rule, tags, key, part, literal)
     shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
@@ -126,8 +126,9 @@ def _write_text_rules(
     """Write the rules for a string argument, which ends where its closing tag begins."""
     if "pattern" in part:
         raise ValueError(f"a pattern of {key!r:.60}")
-    least, most = part.get("minLength", 0), part.get("maxLength", "")
-    length = f"{{{least},{most}}}" if least or most != "" else "*"
+    low = part.get("minLength", 0)
+    high = part.get("maxLength", "")
+    length = f"{{{low},{high}}}" if low or high != "" else "*"
     opening, close = literal(tags.key + key + tags.value[0]), tags.value[1]
     line = close.endswith("\n")
     end = literal(close.removesuffix("\n"))

@@ -55,16 +55,16 @@ class JsonCallParser(CallParser):
     def _read_head(self, last: bool) -> list[CallPart]:
         """Parse the name before the arguments."""
         assert self._form.head is not None
-        found = self._form.head.match(self._text[:LONGEST_HEAD])
-        if found is None:
+        head = self._form.head.match(self._text[:LONGEST_HEAD])
+        if head is None:
             ended = any(stop in self._text for stop in self._stops)
             if ended or len(self._text) >= LONGEST_HEAD:
                 return self._refuse()
             return self._refuse(truncated=True) if last else []
-        self._name = found["name"].strip()
+        self._name = head["name"].strip()
         if not self._name:
             return self._refuse()
-        self._read(found.end())
+        self._read(head.end())
         self._next = self._lead
         return []
 
@@ -74,20 +74,20 @@ class JsonCallParser(CallParser):
 
     def _lead(self, last: bool) -> list[CallPart]:
         """Skip white space and the start of a code fence before the JSON."""
-        found, start = LEAD.match(self._text), self._text.lstrip()
-        assert found is not None
-        first = self._text[found.end() : found.end() + 1]
+        lead, start = LEAD.match(self._text), self._text.lstrip()
+        assert lead is not None
+        first = self._text[lead.end() : lead.end() + 1]
         partial = not first or any(fence.startswith(start) for fence in FENCES)
         if partial and not last:
             return []
-        self._fenced = "`" in found[0]
+        self._fenced = "`" in lead[0]
         if self._form.head is None:
             if first not in ("{", "["):
                 return self._refuse(truncated=partial)
             self._next = self._read_fields
         else:
             self._next = self._read_arguments if first == "{" else self._read_other
-        self._read(found.end())
+        self._read(lead.end())
         return [("name", self._name)] if self._next == self._read_arguments else []
 
     def _read_fields(self, last: bool) -> list[CallPart]:
@@ -95,10 +95,10 @@ class JsonCallParser(CallParser):
         done = sum(map(len, self._raw))
         if done < LONGEST_HEAD + len(self._raw[0]):
             full_text = "".join(self._raw[1:]) + self._text
-            found = HEAD.match(full_text[:LONGEST_HEAD])
-            name = str(repair_json(f"[{found['name']}]")[0]).strip() if found else ""
-            if found and name:
-                self._text, self._value = full_text[found.end() :], JsonReader(self._stops)
+            head = HEAD.match(full_text[:LONGEST_HEAD])
+            name = str(repair_json(f"[{head['name']}]")[0]).strip() if head else ""
+            if head and name:
+                self._text, self._value = full_text[head.end() :], JsonReader(self._stops)
                 self._next = self._read_arguments
                 return [("name", name)]
         count, text = self._value.take(self._text)
@@ -132,14 +132,15 @@ class JsonCallParser(CallParser):
         ends = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if not ends and not last:
             return []
-        given = self._text[: min(ends, default=None)]
+        text = self._text[: min(ends, default=None)]
+        value = text.strip("` \t\n\r")
         try:
-            arguments = _write_arguments(_simplify_arguments(given.strip("` \t\n\r")))
-            if not ends and not given.strip("` \t\n\r"):
+            arguments = _write_arguments(_simplify_arguments(value))
+            if not ends and not value:
                 raise ValueError("cut before the arguments")
         except ValueError:
             return self._refuse(truncated=not ends)
-        self._read(len(given))
+        self._read(len(text))
         self._next = self._skip_tail
         return [("name", self._name), ("arguments", arguments)]
 
@@ -188,7 +189,7 @@ def _read_calls(value: Any) -> list[tuple[str, str]]:
     Raises ValueError for anything else.
     """
     if isinstance(value, list):
-        return [call for each in value for call in _read_calls(each)]
+        return [call for item in value for call in _read_calls(item)]
     if not isinstance(value, dict):
         raise ValueError("no call")
     function = value.get("function")
@@ -197,5 +198,5 @@ def _read_calls(value: Any) -> list[tuple[str, str]]:
     name = value.get("name", function)
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call without a name")
-    given = next((value[key] for key in ("arguments", "parameters") if key in value), None)
-    return [(name.strip(), _write_arguments(given))]
+    arguments = value.get("arguments", value.get("parameters"))
+    return [(name.strip(), _write_arguments(arguments))]

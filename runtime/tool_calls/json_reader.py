@@ -10,7 +10,7 @@ from mtpbuild.runtime.constraints.json_schema import parse_finite
 DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits
 SPACE = re.compile(r"[ \t\n\r]*")
-PLAIN = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
+UNESCAPED = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
 BARE = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 HEX, HIGH, LOW = "[0-9a-fA-F]", "[dD][89abAB][0-9a-fA-F]{2}", "[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -39,12 +39,12 @@ def parse_strictly(text: str) -> Any:
     return value
 
 
-def _check_depth(value: Any, most: int) -> None:
+def _check_depth(value: Any, levels: int) -> None:
     if isinstance(value, dict | list):
-        if most == 0:
+        if levels == 0:
             raise ValueError("nested too deeply")
-        for each in value.values() if isinstance(value, dict) else value:
-            _check_depth(each, most - 1)
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, levels - 1)
 
 
 class JsonReader:
@@ -117,9 +117,9 @@ class JsonReader:
         return False
 
     def _read_outside(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
-        found = SPACE.match(text, at)
-        assert found is not None
-        space, here = found[0], found.end()
+        match = SPACE.match(text, at)
+        assert match is not None
+        space, here = match[0], match.end()
         if here == len(text):
             return None
         match self._stop(text, here, last):
@@ -188,7 +188,7 @@ class JsonReader:
     def _in_string(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
         if at == len(text):
             return None
-        if plain := PLAIN.match(text, at):
+        if plain := UNESCAPED.match(text, at):
             return plain.end(), plain[0]
         char = text[at]
         if char == "\\":

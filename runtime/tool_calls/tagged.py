@@ -58,7 +58,9 @@ class TaggedCallParser(CallParser):
 
     def _read(self, *, last: bool) -> list[CallPart]:
         reader = TaggedReader(self._form, self._tools, self._text, last)
-        calls = [(name, json.dumps(given, ensure_ascii=False)) for name, given in reader.read()]
+        calls = [
+            (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in reader.read()
+        ]
         self.rest = self._text[reader.at :]
         return call_parts(calls)
 
@@ -81,19 +83,19 @@ class TaggedReader:
 
     def read(self) -> list[tuple[str, dict[str, Any]]]:
         """Parse all complete functions; raises MoreTextError or NoCallError."""
-        found = [self._read_function()]
+        functions = [self._read_function()]
         while self._name and self._match_mark(self._name):
             start = self.at
             try:
-                found.append(self._read_function())
+                functions.append(self._read_function())
             except NoCallError:
                 self.at = start
-                return found
+                return functions
         if not self._skip(self._form.end):
             self.at = self._skip_space()
             if self._form.end.startswith(self._text[self.at :]):  # the text ended in it
                 self.at = len(self._text)
-        return found
+        return functions
 
     def _skip_space(self, at: int | None = None) -> int:
         space = SPACE.match(self._text, self.at if at is None else at)
@@ -146,35 +148,35 @@ class TaggedReader:
         """Parse the function's name and the markup after it, which are on one line."""
         close, self.at = self._tags.name[1].strip(), self._skip_space()
         ends = re.compile((rf"{re.escape(close)}|\n" if close else r"(?=[\n<])") + TWO_WORDS)
-        name, found = self._read_text_before(ends, self.at)
-        if found[0].isspace():
+        name, markup = self._read_text_before(ends, self.at)
+        if markup[0].isspace():
             raise NoCallError
-        self.at = found.end()
+        self.at = markup.end()
         return name
 
     def _read_text_before(self, ends: re.Pattern[str], start: int) -> tuple[str, re.Match[str]]:
         """Return a name or a key, and the markup after it."""
-        found = ends.search(self._text, start)
-        text = self._text[start : found.start() if found else start + LONGEST_NAME]
-        if found is None and not self._last and len(text) < LONGEST_NAME:
+        markup = ends.search(self._text, start)
+        text = self._text[start : markup.start() if markup else start + LONGEST_NAME]
+        if markup is None and not self._last and len(text) < LONGEST_NAME:
             raise MoreTextError
-        if found is None or len(text) >= LONGEST_NAME or not text.strip():
+        if markup is None or len(text) >= LONGEST_NAME or not text.strip():
             raise NoCallError
-        return text.strip(), found
+        return text.strip(), markup
 
     def _is_followed(self, marks: tuple[str, ...], at: int | None = None) -> bool:
         return any(self._match_mark(mark, at) is not None for mark in marks if mark)
 
-    def _find_value_end(self, start: int, given: set[str], root: Any) -> tuple[int, int]:
+    def _find_value_end(self, start: int, known_keys: set[str], root: Any) -> tuple[int, int]:
         """Return the ends of a value and of its closing tag; raise MoreTextError, NoCallError."""
         inline = None  # the first closing tag that is not next to a line break
         for closing in _match_value_end(self._form).finditer(self._text, start):
             if closing["lone"] is not None:
                 known = root.get("properties") if isinstance(root, Mapping) else None
                 key = closing["key"]
-                if key is None or (isinstance(known, Mapping) and key in known.keys() - given):
+                if key is None or (isinstance(known, Mapping) and key in known.keys() - known_keys):
                     return closing.start(), closing.start()
-            elif self._ends_here(closing.end(), given):
+            elif self._ends_here(closing.end(), known_keys):
                 lines = self._text.startswith(NEWLINE, start - 1)
                 near = self._text[closing.start()], self._text[closing.end() : closing.end() + 1]
                 if not lines or NEWLINE in near:
@@ -186,14 +188,14 @@ class TaggedReader:
             raise NoCallError  # the text ended in the value
         return inline
 
-    def _ends_here(self, at: int, given: set[str]) -> bool:
+    def _ends_here(self, at: int, known_keys: set[str]) -> bool:
         """Return whether a closing tag is followed by another part of the call, or by nothing."""
         if (start := self._match_mark(self._tags.key, at)) is not None:
             try:
                 key, _ = self._read_text_before(_match_value_begin(self._tags), start)
             except NoCallError:
                 return False
-            return key not in given
+            return key not in known_keys
         return self._is_followed((self._end, self._form.end, self._name, self._form.begin), at)
 
 

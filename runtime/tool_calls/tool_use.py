@@ -56,10 +56,10 @@ def read_tool_use(
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
         raise RequestError("tools is a list of JSON objects")
     if not isinstance(parallel_tool_calls, bool | None):
-        wrong = f"not {parallel_tool_calls!r:.60}"
-        raise RequestError(f"parallel_tool_calls must be true or false, {wrong}")
+        shown = f"{parallel_tool_calls!r:.60}"
+        raise RequestError(f"parallel_tool_calls must be true or false, not {shown}")
     known = dict(_read_tool(number, tool) for number, tool in enumerate(tools or ()))
-    wanted = _find_required(tool_choice, known, given=tools is not None)
+    wanted = _find_required(tool_choice, known, listed=tools is not None)
     if not known or tool_choice == "none":
         return None
     if tool_call_parser == "none":
@@ -93,14 +93,14 @@ def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
 
 
 def _find_required(
-    choice: Any, known: Mapping[str, Any], *, given: bool
+    choice: Any, known: Mapping[str, Any], *, listed: bool
 ) -> Mapping[str, Any] | None:
     """Return the tools of which one must be called; None if the model may choose."""
     match choice:
         case None | "none":
             return None
         case "auto":
-            if given and not known:
+            if listed and not known:
                 raise RequestError("tool_choice needs tools")
             return None
         case "required":
@@ -118,9 +118,9 @@ def _find_required(
 def _find_form(tokenizer: Tokenizer | None, name: str | None) -> Form:
     """Return the form of that name, or the one that the model's chat template writes."""
     templates = tokenizer.chat_template if tokenizer else None
-    found = name or (detect_form(templates) if templates else None)
-    if not isinstance(found, str) or found not in FORMS:
+    form = name or (detect_form(templates) if templates else None)
+    if not isinstance(form, str) or form not in FORMS:
         why = "this model's chat template writes no calls of tools, or in a form that is not known"
         wrong = why if name is None else f"there is no tool_call_parser {name!r:.60}"
         raise RequestError(f"tools: {wrong}; tool_call_parser names one of {', '.join(FORMS)}")
-    return FORMS[found]
+    return FORMS[form]

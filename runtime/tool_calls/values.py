@@ -21,8 +21,8 @@ def convert_argument(text: str, schema: Any, root: Any, *, string: bool | None =
     the argument as a string; None if tags have no such mark.
     """
     types = list_allowed_types(schema, root, {})
-    if string is None and (found := _list_meant(text, schema)):
-        return found[0]
+    if string is None and (values := _list_meant(text, schema)):
+        return values[0]
     if string is not None:
         types = frozenset({"string"}) if string else types - {"string"} or ANY - {"string"}
     if "string" in types and types != ANY:
@@ -69,33 +69,30 @@ def list_allowed_types(
     """
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         return ANY
-    each = [_list_own_types(schema)]
+    limits = [_list_own_types(schema)]
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in known:
             known[reference] = ANY  # for a reference that leads to itself
             known[reference] = list_allowed_types(
                 resolve_reference(reference, root), root, known, depth + 1
             )
-        each.append(known[reference])
+        limits.append(known[reference])
     for key in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(key)
-        found = [
+        types = [
             list_allowed_types(part, root, known, depth + 1)
             for part in (parts if isinstance(parts, list) else [])
         ]
-        each += found if key == "allOf" or not found else [frozenset().union(*found)]
-    return frozenset.intersection(*each) or ANY
+        limits += types if key == "allOf" or not types else [frozenset().union(*types)]
+    return frozenset.intersection(*limits) or ANY
 
 
 def _list_own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     """Return the types allowed by a schema's own type, enum and const."""
-    types, given = ANY, schema.get("type")
-    names = {
-        "number" if name == "integer" else name
-        for name in (given if isinstance(given, list) else [given])
-        if isinstance(name, str)
-    }
-    types = frozenset(names & NAMES) or types
+    names = schema.get("type")
+    names = names if isinstance(names, list) else [names]
+    named = {"number" if name == "integer" else name for name in names if isinstance(name, str)}
+    types = frozenset(named & NAMES) or ANY
     if isinstance(values := schema.get("enum"), list) and values:
         types &= {name_json_type(value) for value in values}
     return types & {name_json_type(schema["const"])} if "const" in schema else types

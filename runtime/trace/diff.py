@@ -91,16 +91,16 @@ class TraceDiff:
 def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
     """Compare two traces; raise UsageError if models, prompts or sampling settings differ."""
     notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.complete]
-    found = []
+    requests = []
     for task_id in dict.fromkeys([*a.requests, *b.requests]):
         left, right = a.requests.get(task_id), b.requests.get(task_id)
         if left and right:
             _check_same(a, b, left.request, right.request)
             notes += [n for n in _list_notes(left.request, right.request) if n not in notes]
-            found.append(_compare(left, right))
+            requests.append(_compare(left, right))
         else:
-            found.append(_report_missing(task_id, a, b))
-    return TraceDiff(found, notes)
+            requests.append(_report_missing(task_id, a, b))
+    return TraceDiff(requests, notes)
 
 
 def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLine) -> None:
@@ -207,40 +207,40 @@ def make_speller(engine: Path | None) -> Spell:
 
 
 def describe_diff(
-    found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell
+    differences: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell
 ) -> Iterator[str]:
     """Yield lines about equal and different requests of two traces."""
     for name, trace in zip("ab", traces, strict=True):
         first = next(iter(trace.requests.values())).request
         drafter = f", {first.drafter}" if first.drafter else ""
         yield f"{name}: {trace.path}: {first.model}, nextn {first.nextn}{drafter}, {first.target}"
-    yield from (f"note: {note}" for note in found.notes)
-    for request in found.requests:
+    yield from (f"note: {note}" for note in differences.notes)
+    for request in differences.requests:
         yield from _describe_request(request, spell)
-    equal = sum(request.verdict == "equal" for request in found.requests)
-    yield f"{equal} of {len(found.requests)} requests are equal"
+    equal = sum(request.verdict == "equal" for request in differences.requests)
+    yield f"{equal} of {len(differences.requests)} requests are equal"
 
 
-def _describe_request(found: RequestDiff, spell: Spell) -> Iterator[str]:
-    name = f"request {found.task_id}"
-    if found.verdict == "missing":
-        yield f"{name}: only in {'a' if found.tokens_a else 'b'}"
+def _describe_request(request: RequestDiff, spell: Spell) -> Iterator[str]:
+    name = f"request {request.task_id}"
+    if request.verdict == "missing":
+        yield f"{name}: only in {'a' if request.tokens_a else 'b'}"
         return
     measured = ""
-    if found.largest_logprob_difference is not None:
-        measured = f"; log-probabilities within {found.largest_logprob_difference:.2g}"
-    if token := found.token:
+    if request.largest_logprob_difference is not None:
+        measured = f"; log-probabilities within {request.largest_logprob_difference:.2g}"
+    if token := request.token:
         tie = "a near-tie" if token.near_tie else "no near-tie"
         yield f"{name}: another token at position {token.position}, {tie}"
         yield f"  a: {_describe_token(token.a, spell)}"
         yield f"  b: {_describe_token(token.b, spell)}"
-        yield f"  {found.equal_tokens} tokens before it are equal{measured}"
-    elif found.verdict == "shorter":
-        shorter = "a" if found.tokens_a < found.tokens_b else "b"
-        yield f"{name}: {shorter} ends after {found.equal_tokens} tokens, equal so far{measured}"
+        yield f"  {request.equal_tokens} tokens before it are equal{measured}"
+    elif request.verdict == "shorter":
+        shorter = "a" if request.tokens_a < request.tokens_b else "b"
+        yield f"{name}: {shorter} ends after {request.equal_tokens} tokens, equal so far{measured}"
     else:
-        yield f"{name}: {found.equal_tokens} equal tokens{measured}"
-    drafts = found.drafts
+        yield f"{name}: {request.equal_tokens} equal tokens{measured}"
+    drafts = request.drafts
     if drafts and drafts.a != drafts.b:
         yield f"  other drafts in step {drafts.step}, after position {drafts.position}"
         yield f"  a: {', '.join(map(spell, drafts.a))}; {drafts.accepted_a} accepted"

@@ -135,13 +135,13 @@ class RequestTrace:
     @staticmethod
     def _record_drafts(request: Request, output: StepOutput, slot: int, m: int) -> dict[str, Any]:
         """Return the fields about a step's m drafts that its program reports."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if output.draft_logprobs is not None and output.draft_ranks is not None:
-            found["draft_logprobs"] = _shorten_numbers(output.draft_logprobs[slot, :m])
-            found["draft_ranks"] = output.draft_ranks[slot, :m].tolist()
+            fields["draft_logprobs"] = _shorten_numbers(output.draft_logprobs[slot, :m])
+            fields["draft_ranks"] = output.draft_ranks[slot, :m].tolist()
         if output.draft_q is not None and request.controls.temperature > 0:
-            found["draft_q"] = _shorten_numbers(output.draft_q[slot, :m])
-        return found
+            fields["draft_q"] = _shorten_numbers(output.draft_q[slot, :m])
+        return fields
 
     def end(self, request: Request, reason: FinishReason) -> None:
         if self._steps:  # else it was cancelled while it waited

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models.common.plain import PlainMoE
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -22,7 +21,7 @@ from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import quick_target
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 from tests.support.scripts import benchmark
 
 pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them

@@ -121,7 +121,7 @@ def test_what_got_worse() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["acceptance", pytest.param("loop_overhead", marks=pytest.mark.full)],
+    ["long_prompt", pytest.param("marathon", marks=pytest.mark.full)],
 )
 def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / f"{name}.py"), str(tmp_path / "none")]

@@ -30,7 +30,7 @@ from triton.runtime import driver
 
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from on_gpu import machine, r1, slice_bench, slices
-from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
 from mtpbuild.builder.graph.style import Sizes
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace

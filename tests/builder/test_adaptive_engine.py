@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
@@ -22,6 +21,7 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
+from tests.support.requests import build
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -39,7 +39,7 @@ class Restless(AdaptiveNextn):
     def choose(self, left: Mapping[Any, int], size: StepSize) -> int:
         super().choose(left, size)
         assert self._last is not None
-        self._last.nextn = int(self._rng.integers(self._most + 1))
+        self._last.nextn = int(self._rng.integers(self._max_nextn + 1))
         return self._last.nextn
 
 
@@ -93,7 +93,7 @@ def test_text_is_that_of_plain_decoding(
     mixed = [PLAIN, HOT, replace(HOT, seed=6, draft_sample_method="greedy"), PLAIN]
     warm = Engine.load(folder, threads=1, warm=[HOT])
     with warm as engine, Engine.load(base, threads=1) as without:
-        engine._loop._launcher = Restless(engine.manifest.build.nextn)
+        engine._loaded.loop._launcher = Restless(engine.manifest.build.nextn)
         for prompt, result in zip(prompts, engine.generate(prompts, plain), strict=True):
             assert result.token_ids == greedy(predictable, prompt, COUNT)
         drafting = engine.stats.speculative_decoding

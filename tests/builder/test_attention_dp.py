@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.plans import make_plans
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
@@ -20,7 +19,7 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import plain_text
 from tests.support import collectives, eager_ranks
-from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
+from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.rank_engines import (
     GREEDY,
     HOT,
@@ -33,7 +32,7 @@ from tests.support.rank_engines import (
     make,
     running,
 )
-from tests.support.requests import build_request
+from tests.support.requests import build_request, plan_model
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -148,7 +147,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
         size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
         assert size / 4 == pytest.approx(whole - routed / 2, rel=0.05)
     request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
-    (out,) = make_plans(request, FoundModel("two", "two", checkpoint), load_config(checkpoint))
+    (out,) = plan_model(request, FoundModel("two", "two", checkpoint))
     assert out == Path("engines/two_n2_tp2_adp")
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.precision import set_dtype
@@ -39,7 +38,7 @@ from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder
 from tests.support.fake_gpu import FakeGpu, opened
 from tests.support.inductor_engines import compiled_soon, prompts
-from tests.support.requests import altered, build_request
+from tests.support.requests import altered, build, build_request
 from tests.support.styles import style_of
 
 CHUNK, SLOTS, LENGTH = 4, 2, 30
@@ -191,8 +190,8 @@ def test_an_engine_directory(tmp_path: Path) -> None:
     assert stays == {name for name in kinds if name.rpartition("mlp.")[2] in WIDE}
     assert len(stays) > 4
     assert {kinds[name] for name in set(kinds) - stays} == {"BF16"}
-    assert foreseen.weights == file.stat().st_size - read_header(file)[2]
-    assert foreseen.state < 4 * sum(np.prod(s.shape) for s in built.manifest.state)
+    assert foreseen.weight_file_bytes == file.stat().st_size - read_header(file)[2]
+    assert foreseen.state_bytes < 4 * sum(np.prod(s.shape) for s in built.manifest.state)
 
     stored, held = load_file(source / "model.safetensors"), load_file(file)
     for to, name in (

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.targets.passes.gpu_graph import compute_both_branches
+from mtpbuild.builder.targets.inductor.gpu_passes import compute_both_branches
 from mtpbuild.plugins.branch import when
 
 

@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program import engine_weights
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import load_flags
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
-from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.planted import wrap
+from tests.support.requests import build
 from tests.support.stand_ins import failing
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -41,7 +42,7 @@ STAGES = (
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from mtpbuild.builder.compiler.build import build
+from tests.support.requests import build
 from mtpbuild.builder.plan.request import BuildRequest
 from tests.support.fake_target import in_place_of
 
@@ -192,9 +193,9 @@ def no_rename(rename: Callable[[Path, Path], Path], path: Path, target: Path) ->
 DISK_FULL: dict[str, tuple[Callable[[], object], str, Callable[..., Any]]] = {
     "weights": (lambda: engine_weights, "write_weights", half(lambda path, *rest: path)),
     "graph": (
-        lambda: find_target("onnxruntime").builder,
+        lambda: load_flags("onnxruntime"),
         "lower",
-        half(lambda traced, weights, folder: folder / "decode.onnx"),
+        half(lambda target, traced, weights, folder: folder / "decode.onnx"),
     ),
     "manifest": (lambda: Path, "write_text", half(lambda path, text: path)),
     "tokenizer": (lambda: shutil, "copyfile", half(lambda source, target: target)),

@@ -46,9 +46,9 @@ REFUSED = [
     ("--cache-dtype fp8", "--cache-dtype fp8 is unknown; supported: float32, bfloat16, int8"),
     ("--cache-dtype bfloat16", "--cache-dtype bfloat16 is for engines of int8 or int4 weights: "),
     ("--cache-dtype int8", "--cache-dtype int8 is for engines of int8 or int4 weights: "),
-    ("--cache-dtype int8 --portable", "--cache-dtype int8: a graph of standard operators is"),
-    ("--weights int8 --portable", "--weights int8: a graph of standard op"),
-    ("--exact --portable", "--exact: onnxruntime's products are not"),
+    ("--cache-dtype int8 --portable", "--portable engines are fp32, so --cache-dtype int8 needs"),
+    ("--weights int8 --portable", "--portable engines are fp32, so --weights int8 needs"),
+    ("--exact --portable", "--portable engines compute by onnxruntime's products"),
     ("--exact --target inductor", "--exact: engines of target inductor are not; those of onnx"),
     # Machines
     ("--device gpu --target inductor", "--device gpu is unknown; supported: cpu, cuda"),

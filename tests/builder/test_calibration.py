@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mtpbuild.builder.compiler.own_text import find_state_folder
+from mtpbuild.builder.compiler.calibrate import state_folder
 from mtpbuild.builder.formats.integers import BLOCK, INT4
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.copies import HEAD
@@ -249,14 +249,16 @@ def test_build_and_quantize_write_the_same_weights(
     write_tokenizer(model / "tokenizer.json", 61)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"t{ids[0]}" for ids in texts()) * 30)
-    monkeypatch.setattr("mtpbuild.builder.compiler.own_text._cut", lambda path, folder: texts())
+    monkeypatch.setattr(
+        "mtpbuild.builder.compiler.calibrate.cut_text", lambda path, folder: texts()
+    )
     flags = ("--calibration-text", text)
     code, _, err = invoke(
         "quantize", "--model", model, "--to", "int4", "--head", "int8", "--out", "q", *flags
     )
     assert code == 0, err
     assert "30 of 63 int4 weights with 426 tokens" in caplog.text
-    assert not find_state_folder(Path("q")).exists()
+    assert not state_folder(Path("q")).exists()
     for out, source, how in (("calibrated", model, flags), ("written", "q", ())):
         quantised = ("--weights", "int4") if how else ()
         code, _, err = invoke(

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.contract.controls import StepControls
@@ -22,7 +21,7 @@ from tests.reference.recompute import draft_logits, row_logits
 from tests.reference.sampling import distribution
 from tests.support import installed, thrifty
 from tests.support.engines import EngineBuilder
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPT, NEXTN, SHARE = [9, 20, 21, 33], 3, 0.6

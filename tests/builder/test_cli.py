@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import StageLines, show_progress
@@ -152,22 +151,6 @@ def test_a_terminal_shows_the_stage_and_the_time(
     assert "0:00:00" in shown
 
 
-def test_recipes_are_listed() -> None:
-    code, out, _ = invoke("recipes")
-    assert code == 0
-    assert "deepseek-tiny" in [recipe.name for recipe in load_recipes()]
-    for recipe in load_recipes():
-        line = next(line for line in out.splitlines() if f" {recipe.name} " in line)
-        assert f" {recipe.engine}_n<nextn> " in line
-
-
-def test_names_are_whole_on_a_narrow_terminal() -> None:
-    done = CliRunner().invoke(app, ["recipes"], env={"COLUMNS": "80"})
-    assert "…" not in done.stdout
-    names = [name for r in load_recipes() for name in (r.name, f"{r.engine}_n<nextn>")]
-    assert all(f" {name} " in done.stdout for name in names)
-
-
 def test_recipes_as_json() -> None:
     code, out, err = invoke("recipes", "--json")
     assert (code, err) == (0, "")
@@ -180,15 +163,6 @@ def test_stages_are_printed_where_no_peak_is_known(capsys: pytest.CaptureFixture
     with importing({"resource": None}):
         print_stages(Stages(seconds={"package": 1.5}))
     assert capsys.readouterr().out == "package 1.5 s\n"
-
-
-def test_help() -> None:
-    code, out, _ = invoke("--help")
-    assert code == 0
-    assert all(command in out for command in ("build", "inspect", "recipes", "run"))
-    code, out, _ = invoke("build", "--help")
-    assert code == 0
-    assert all(flag in out for flag in options("build"))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch._inductor.package.package import package_aoti
 
 from mtpbuild.builder.models.common import collectives
 from mtpbuild.builder.models.common.collectives import gather_best, make_rank_constant
-from mtpbuild.builder.targets import lower_inductor
-from mtpbuild.builder.targets.lower_inductor import options, share_kernels
+from mtpbuild.builder.targets.inductor import lowering
+from mtpbuild.builder.targets.inductor.lowering import aoti_options, share_kernels
 from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.runtime.contract.manifest import CONSTANTS
 from mtpbuild.runtime.programs.aot_package import Package
@@ -50,8 +50,11 @@ def test_the_best_tokens_of_all_ranks(tmp_path: Path, monkeypatch: pytest.Monkey
     program = torch.export.export(Program(), (logits[0],), strict=False)
     path = tmp_path / "best.pt2"
     with compiled_soon(), share_kernels():
-        files = lower_inductor._compile(
-            program.module(check_guards=False), (logits[0],), str(tmp_path), options(on_gpu=False)
+        files = lowering._compile(
+            program.module(check_guards=False),
+            (logits[0],),
+            str(tmp_path),
+            aoti_options(on_gpu=False),
         )
         package_aoti(str(path), files)
     constants = {name: value.detach() for name, value in program.state_dict.items()}

@@ -167,12 +167,15 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
         check_same(found, said(cold, prompts())[0])
     assert set(cached) == {0}
     assert caplog.text.count("damaged (sha256)") == 1
-    with pytest.raises(EngineFileError, match="bytes changed"):
+    with pytest.raises(EngineFileError, match="differs from what the build wrote"):
         load(engine, verify_hashes=True)
     for command in (["inspect", engine], ["verify", "--engine", engine, "--against", bare]):
         code, _, err = invoke(*command)
         assert code == 1
-        assert "one.safetensors: bytes changed; copy it again" in err.splitlines()[-1]
+        assert (
+            "one.safetensors differs from what the build wrote (sha256); copy it again"
+            in err.splitlines()[-1]
+        )
 
 
 @pytest.mark.parametrize(("flip", "keep"), [(20, None), (None, -8)], ids=["header", "size"])

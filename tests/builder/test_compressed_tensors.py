@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Entry, find_stored_format, make_entry
 from mtpbuild.builder.formats.compressed_tensors import (
     dense,
@@ -31,7 +30,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only
 from tests.support.opened import load_model, opened
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 FOLDERS = ["deepseek_mixed", "deepseek_w4a16", "glm4_fp8_block", "glm4_fp8_dynamic", "qwen3_5_w8a8"]
@@ -338,7 +337,7 @@ def test_targets_are_asked_where_shapes_do_not_tell() -> None:
 
 def test_opened_with_kernels() -> None:
     """The engine's table keeps the products that the CPU's kernels read."""
-    from mtpbuild.builder.graph.pipelines import CPU
+    from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 
     model = opened(WRITTEN / "deepseek_w4a16", formats=("int8", "int4"), pipeline=CPU)
     assert {f.name for n, f in model.table.formats.items() if n.endswith("o_proj")} == {"int4"}

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.targets import cross_cuda, lower_inductor
 from mtpbuild.builder.targets.capability import GPUS
-from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+from mtpbuild.builder.targets.inductor import Inductor, cross_cuda, lowering
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, advise_install
 from tests.support.checkpoints import make_model
@@ -234,14 +233,12 @@ def test_what_the_manifest_says(
 
 
 def plan(capability: str | None) -> Plan:
-    options = InductorOptions("cuda", "bfloat16", capability)
     config = make_model(num_hidden_layers=1, num_nextn_predict_layers=1).config
     return Plan(
         config,
         *(1, "mtp-eagle", 1, 64, 8),
-        TARGET.style(options, config),
+        Inductor("cuda", "bfloat16", capability).style,
         compute_capabilities=("9.0",),
-        options=options,
     )
 
 
@@ -251,16 +248,16 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(cross_cuda, "find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     with pytest.raises(MissingDependencyError, match=re.escape(advise_install("cross-cuda"))):
-        lower_inductor.check(plan("sm90"))
-    lower_inductor.check(plan(None))  # a GPU's own build asks torch for its headers
+        lowering.check(plan("sm90"), crosses=True)
+    lowering.check(plan(None), crosses=False)  # a GPU's own build asks torch for its headers
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     for name in cross_cuda.HEADERS:
         (tmp_path / "include" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "include" / name).touch()
     with pytest.raises(BuildError, match="TRITON_INTERPRET=1"):
-        lower_inductor.check(plan("sm90"))
+        lowering.check(plan("sm90"), crosses=True)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    lower_inductor.check(plan("sm90"))
+    lowering.check(plan("sm90"), crosses=True)
 
 
 def test_this_torch_asks_by_these_names(tmp_path: Path) -> None:

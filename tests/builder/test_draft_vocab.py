@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids, list_most_frequent
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -26,7 +25,7 @@ from tests.reference.sampling import sample
 from tests.support.engines import greedy_ids
 from tests.support.families import make_family, save_family
 from tests.support.forced import DRAFTS, check_programs
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.steps import check_family
 
 CHUNK = 16

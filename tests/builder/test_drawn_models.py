@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.lab.measure.compare import compare_bits
 from mtpbuild.lab.measure.runs import TimedAnswer, run_prompts
 from mtpbuild.plugins.cpu import onnx
@@ -23,7 +22,7 @@ from mtpbuild.runtime import Engine
 from tests.support.drawn_models import MAX_SEQ_LEN, DrawnModel, draw_model
 from tests.support.fake_target import greedy_only
 from tests.support.families import FAMILIES, save_family
-from tests.support.requests import altered, build_request
+from tests.support.requests import altered, build, build_request
 
 SEED = int(os.environ.get("MTPBUILD_MODELS_SEED") or f"{date.today():%Y%m%d}")
 COUNT = int(os.environ.get("MTPBUILD_MODELS_COUNT") or 40)

@@ -15,22 +15,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.compiler import build as build_module
-from mtpbuild.builder.compiler import job
-from mtpbuild.builder.compiler.build import build
+from mtpbuild.builder.compiler import plans
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
+from mtpbuild.builder.plan import machine
 from mtpbuild.builder.plan.machine import Disk
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, ignore
 from mtpbuild.builder.weights.scheme import make_scheme
-from mtpbuild.lab.measure import host
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, CheckpointError, advise_install
 from mtpbuild.runtime.ranks import Ranks
@@ -39,7 +37,8 @@ from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
 from tests.support.opened import opened
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
+from tests.support.run_command import ScreenRunner
 from tests.support.stand_ins import failing
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
@@ -54,7 +53,7 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     (foreseen,) = done.engines
     (built,) = build(request)
     _, _, start = read_header(out / WEIGHTS)
-    assert foreseen.weights == built.manifest.files[WEIGHTS].size - start
+    assert foreseen.weight_file_bytes == built.manifest.files[WEIGHTS].size - start
     assert foreseen.folder == out
     assert (foreseen.plan.drafter, foreseen.new) == (built.manifest.build.drafter, True)
     assert done.model.table.parameters == built.manifest.model.parameters
@@ -75,7 +74,7 @@ def test_what_needs_no_hash(
 
     request = build_request(smallest, nextn=(1,), out=tmp_path / "engine")
     build(request)
-    monkeypatch.setattr(job, "hash_files", refuse_to_hash)
+    monkeypatch.setattr(plans, "hash_files", refuse_to_hash)
     dry_run(request, Stages())
     for refused in (request, build_request(smallest, nextn=(0,), out=tmp_path / "new")):
         with pytest.raises(AssertionError, match="is hashed"):
@@ -144,14 +143,16 @@ def test_a_disk_that_is_too_small(
     """It is found before anything is written; engines of one build share their weights."""
     out, asked = tmp_path / "engines", list[Path]()
     flags = ("build", "--model", smallest, "--nextn", "0,1", "--out", out)
-    (needed,) = {e.weights for e in dry_run(build_request(smallest, out=out), Stages()).engines}
+    (needed,) = {
+        e.weight_file_bytes for e in dry_run(build_request(smallest, out=out), Stages()).engines
+    }
 
     def free(size: int) -> None:
         def find_disk(place: Path) -> Disk:
             asked.append(place)
             return Disk(1, size)
 
-        monkeypatch.setattr(host, "find_disk", find_disk)
+        monkeypatch.setattr(machine, "find_disk", find_disk)
 
     free(needed - 1)
     why = f"{needed / 1e3:,.2f} kB are to be written, and the disk of {out.resolve()} has "
@@ -188,7 +189,7 @@ def test_parts_of_an_interrupted_build_need_no_room(
         pytest.raises(BuildError, match="Input/output error"),
     ):
         build(request)
-    monkeypatch.setattr(host, "find_disk", lambda place: Disk(1, 0))
+    monkeypatch.setattr(machine, "find_disk", lambda place: Disk(1, 0))
     (built,) = build(request)
     assert built.folder.is_dir()
 
@@ -200,8 +201,8 @@ def test_names_are_whole_on_a_narrow_terminal(
     monkeypatch.chdir(tmp_path)
     flags = ("--nextn", "0,1", "--out", "engines/set_of_r1", "--dry-run")
     asked = ["build", "--model", str(smallest), *flags]
-    done = CliRunner().invoke(app, asked, env={"COLUMNS": "80"})
-    assert all(f" engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
+    done = ScreenRunner().invoke(app, asked, env={"COLUMNS": "80"})
+    assert all(f"engines/set_of_r1/small_n{nextn} " in done.stdout for nextn in (0, 1))
     assert " mtp-vanilla " in done.stdout
 
 
@@ -317,6 +318,6 @@ def test_a_checkpoint_of_holes(tmp_path: Path) -> None:
     assert Counter(done.model.rounded().values()) == {"nvfp4": 108}
     assert 0 < size < 14e6
     held = sum(parameter.nbytes for parameter in done.model.model.parameters())
-    assert done.engines[0].weights == held
+    assert done.engines[0].weight_file_bytes == held
     floats = 4 * done.model.table.parameters
     assert held < floats

@@ -6,14 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpbuild.builder.graph import pipelines
-from mtpbuild.builder.graph.pipelines import CPU, Pipeline
+from mtpbuild.builder.graph.pipeline import Pipeline
+from mtpbuild.builder.targets.inductor import pipeline as inductor
+from mtpbuild.builder.targets.onnxruntime import pipeline as onnxruntime
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.targets.passes import Dump
+from mtpbuild.builder.targets.tensorrt import pipeline as tensorrt
 from mtpbuild.runtime.errors import BuildError
 from tests.support.invoke import invoke
 
 GRAPH = torch.fx.Graph()
-PIPELINES = {name: p for name, p in vars(pipelines).items() if isinstance(p, Pipeline)}
+PIPELINES = {
+    name: value
+    for module in (inductor, onnxruntime, tensorrt)
+    for name, value in vars(module).items()
+    if isinstance(value, Pipeline)
+}
 
 
 def test_a_file_for_each_pass(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.programs import onnxruntime as programs
 from tests.support.cpu_kernels import SOURCE, compiled
 from tests.support.exact_engines import said, same, save
+from tests.support.requests import build
 
 pytestmark = [pytest.mark.full]
 BLOCKS = "for (int64_t b = 0; b < panel.blocks; b++) {"

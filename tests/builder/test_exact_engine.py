@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import exact
+from mtpbuild.builder.targets.onnxruntime import exact
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.lab.measure import checks
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
@@ -26,6 +25,7 @@ from mtpbuild.runtime.programs import onnxruntime
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
+from tests.support.requests import build
 
 pytestmark = pytest.mark.xdist_group("exact")  # another worker would build the engines anew
 FULL: Any = pytest.mark.full

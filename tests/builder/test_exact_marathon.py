@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine
 from tests.support.crowds import Case, check_crowd, texts
+from tests.support.requests import build
 
 TOKENS = 1_000_000  # of all formats and engines together
 ENGINES, FORMATS = 3, ("float32", "int8", "int4")

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.config import ModuleInputs, MoEConfig
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.job import prepare
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.plans import plan_engines
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Positions, Rope
@@ -51,7 +50,7 @@ from tests.support.families import (
 from tests.support.forced import COUNT, DRAFTS, TOKENS, check_programs
 from tests.support.inductor_engines import compiled_soon
 from tests.support.numbers import check_rounded, plain_with_rounding
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 from tests.support.steps import check_family
 from tests.support.transformers_oracle import load_modules, transformers_greedy, transformers_model
 
@@ -290,13 +289,13 @@ def first_embedding_zeroed(model: CausalLM) -> None:
     """vLLM does so, where tokens are shifted and positions are not (its issue #33299)."""
 
     def plant(module: MTPModule) -> None:
-        join = module.join
+        join = module.combine_inputs
 
         def wrong(embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
             first = rows.positions[..., None] == 0
             return join(embedding.masked_fill(first, 0.0), hidden, rows)
 
-        module.join = wrong  # type: ignore[method-assign]
+        module.combine_inputs = wrong  # type: ignore[method-assign]
 
     for module in model.mtp:
         assert isinstance(module, MTPModule)
@@ -419,8 +418,8 @@ NEXTN = "num_nextn_predict_layers"
 @pytest.mark.parametrize(
     ("name", "stripped", "says"),
     [
-        ("glm-air", "model.layers.2.", f"{NEXTN} 1, but MTP layer model.layers.2 was stripped"),
-        ("mimo", "model.mtp_layers.", f"{NEXTN} 1, but MTP layer model.mtp_layers.0 was stripped"),
+        ("glm-air", "model.layers.2.", f"{NEXTN} 1, but MTP layer model.layers.2 is missing"),
+        ("mimo", "model.mtp_layers.", f"{NEXTN} 1, but MTP layer model.mtp_layers.0 is missing"),
         ("qwen3.5", "mtp.", "mtp_num_hidden_layers 1, but MTP layer mtp.layers.0"),
     ],
 )
@@ -433,7 +432,7 @@ def test_stripped_modules(name: str, stripped: str, says: str, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=says):
         build(build_request(folder, (1,), out=tmp_path / "n1"))
     assert not (tmp_path / "n1").exists()
-    without = prepare(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
+    without = plan_engines(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
     assert without.config.num_nextn_predict_layers == 0
     assert not any(weight.name.startswith("mtp.") for weight in without.table)
 

@@ -15,7 +15,7 @@ from mtpbuild.builder.models.common.moe_weights import find_modules_like_routed
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan.plan import DrafterName, Plan
-from mtpbuild.builder.targets.passes.gpu_graph import name_op
+from mtpbuild.builder.targets.inductor.gpu_passes import name_op
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.plugins.definition import keep
 from mtpbuild.runtime.ranks import Ranks

@@ -8,7 +8,6 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
-from mtpbuild.builder.compiler.download import download
 from mtpbuild.builder.gguf.choice import choose_head, choose_model
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
@@ -18,6 +17,7 @@ from mtpbuild.runtime.errors import CheckpointError
 from tests.support.gguf_files import SMALL, random_tensors, split_head, usual, write_gguf
 from tests.support.invoke import invoke, refusal
 from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
+from tests.support.requests import download
 
 NAME = "some/Qwen-GGUF"
 START = 1_000_000  # bytes that are asked for at first
@@ -98,7 +98,7 @@ def test_what_is_wrong_is_told_by_the_header(
     whole = write_gguf(folder / "a-whole.gguf", c, tensors, usual_type).read_bytes()
     (folder / "a-other.gguf").write_bytes(b"GGML" + whole[4:])
     for tag, says in {
-        "stripped": "MTP layer mtp.layers.0 was stripped",
+        "stripped": "MTP layer mtp.layers.0 is missing",
         "partial": "missing tensor model.layers.3.self_attn.o_proj.weight",
         "other": "x/y/a-other.gguf: not a GGUF file: it does not begin with GGUF",
     }.items():

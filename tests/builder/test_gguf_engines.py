@@ -10,9 +10,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.engines import EngineBuilder
 from tests.support.families import make_config, make_family

@@ -33,10 +33,10 @@ from mtpbuild.builder.models.common.blocks import ScaledWeight, replace_paramete
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.targets.inductor import InductorOptions
+from mtpbuild.builder.targets.inductor import Inductor
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets.lower_inductor import _pretend_group
-from mtpbuild.builder.targets.passes.one_shot import sum_through_shared_memory
+from mtpbuild.builder.targets.inductor.lowering import _pretend_group
+from mtpbuild.builder.targets.inductor.one_shot import sum_through_shared_memory
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
@@ -87,8 +87,7 @@ for case, slots, dtype, experts in CASES:
         model = make_model(**sizes)
     tp = 2 if "ranks" in case else 1
     style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
-    options = InductorOptions(allreduce_strategy="one-shot" if "one-shot" in case else "nccl")
-    own = style, ranks, ("9.0",), options
+    own = style, ranks, ("9.0",)
     plan = Plan(model.config, nextn, "mtp-eagle", slots, 200, 4, *own)
     lowered = lower(model, Share(ranks, tp - 1))
     set_dtype(lowered, FLOATS[dtype], for_gpu=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.weights.head import open_head
@@ -51,7 +51,7 @@ def edit(folder: Path, change: Callable[[Tensors], Any], file: str = SINGLE) -> 
 
 
 def opened(folder: Path, nextn: int, out: Path, **more: Any) -> OpenedModel:
-    return prepare(build_request(folder, (nextn,), out=out, **more)).open_model()
+    return plan_engines(build_request(folder, (nextn,), out=out, **more)).open_model()
 
 
 def read_module(model: OpenedModel) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +78,7 @@ def test_a_head_that_is_not_whole(damage: str, smallest: Path, tmp_path: Path) -
     folder = shutil.copytree(smallest, tmp_path / "partial")
     change, says = PARTIAL[damage]
     edit(folder, change)
-    hint = ": build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that"
+    hint = r": build with --nextn 0, or join a whole head with --mtp FILE_OR_FOLDER, such as that"
     with pytest.raises(CheckpointError, match=f"{says}.*{hint}"):
         opened(folder, 1, tmp_path / "n1")
     without = opened(folder, 0, tmp_path / "n0")
@@ -199,7 +199,7 @@ def test_an_absent_file_of_the_head(model: str, smallest: Path, tmp_path: Path) 
     index = {"weight_map": names, "metadata": {"total_size": 10**6}}
     (folder / INDEX).write_text(json.dumps(index))
     assert opened(folder, 0, tmp_path / "n0").config.num_nextn_predict_layers == 0
-    with pytest.raises(CheckpointError, match=r"was stripped .*: build with --nextn 0, or join"):
+    with pytest.raises(CheckpointError, match=r"is missing.*: build with --nextn 0, or join"):
         opened(folder, 1, tmp_path / "n1")
     save_file(head, folder / "mtp.safetensors")
     assert opened(folder, 1, tmp_path / "n1").config.num_nextn_predict_layers == 1

@@ -16,7 +16,6 @@ import numpy as np
 import onnx
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
@@ -24,6 +23,7 @@ from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS
 from mtpbuild.runtime.cpu_library import DOMAIN
 from mtpbuild.runtime.errors import EngineError
 from tests.support.exact_engines import save
+from tests.support.requests import build
 
 pytestmark = [pytest.mark.full]
 Header = dict[str, Any]

@@ -17,17 +17,19 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler import hub as hub_module
-from mtpbuild.builder.compiler.download import download
 from mtpbuild.builder.plan.machine import Disk, Room
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.errors import BuildError, CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
+from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
 from tests.support.loopback_hub import COMMIT, Hosted, LoopbackHub, connect, environment, serving
+from tests.support.requests import download
 
 NAME = "some/Model-1.5"
 NOT_READ = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "merges.txt")
@@ -330,7 +332,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "dtype": (lambda t: t.update({NORM: t[NORM].double()}), f"tensor {NORM} is F64; supported: B"),
     "head": (
         lambda t: [t.pop(name) for name in [*t] if ".layers.1." in name],
-        "num_nextn_predict_layers 1, but MTP layer model.layers.1 was stripped",
+        "num_nextn_predict_layers 1, but MTP layer model.layers.1 is missing",
     ),
 }
 
@@ -472,6 +474,15 @@ def test_flags_are_checked_before_weights_are_fetched(
     code, _, err = invoke("build", "--model", NAME, *flags)
     assert (code, says in err) == (2, True), err
     assert not any(name.endswith(".safetensors") for name in hub.files)
+
+
+def test_what_can_not_be_compiled_here_is_not_fetched(hub: LoopbackHub) -> None:
+    def check_machine(plan: Plan) -> None:
+        raise BuildError("no compiler")
+
+    with quick_target("onnxruntime", check_machine=check_machine):
+        assert build() == "no compiler"
+    assert hub.files == {"config.json", "tokenizer.json", "tokenizer_config.json", INDEX}
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.notes import list_notes
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
@@ -43,7 +43,8 @@ from tests.support.transformers_oracle import transformers_model
 
 ATOL = 2e-4
 SOME = "qwen3.5-ragged"  # for bugs that are planted
-TEXT = f"{TOKENS}|{COUNT}"
+# A wrong trunk shows in the text, or earlier in the drafts that are made from its hidden states.
+TEXT = f"{TOKENS}|{COUNT}|{DRAFTS}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,7 +190,7 @@ def test_checkpoints_as_published(
         torch.testing.assert_close(main, ours.main(tokens), rtol=0, atol=SUMS)
         drafted = plain.mtp(1, tokens, main), ours.mtp(1, tokens, main)
         torch.testing.assert_close(*drafted, rtol=0, atol=SUMS)
-    opened = prepare(build_request(folder, (1,), out=tmp_path / "e")).open_model()
+    opened = plan_engines(build_request(folder, (1,), out=tmp_path / "e")).open_model()
     assert opened.ids.eos_token_ids == (1, 2)
     assert "the vision tower (1 tensors) is left out" in "".join(list_notes(opened))
 
@@ -269,8 +270,8 @@ def test_slices_of_layers(tmp_path: Path) -> None:
     folder = save_family(tmp_path / "m", "qwen3.5", make_family("qwen3.5"))
     output: dict[str, Any] = {"layers": parse_layers("1-2"), "out": tmp_path / "e"}
     with pytest.raises(UsageError, match=r"--layers 1-2 has no layer with attention.*one is 3"):
-        prepare(build_request(folder, (0,), **output))
-    job = prepare(build_request(folder, (1,), **output | {"layers": parse_layers("2-3")}))
+        plan_engines(build_request(folder, (0,), **output))
+    job = plan_engines(build_request(folder, (1,), **output | {"layers": parse_layers("2-3")}))
     config = job.open_model().config
     assert isinstance(config, Qwen35Config)
     assert config.delta_layers == (True, False)
@@ -387,7 +388,7 @@ MODEL_BUGS: dict[str, tuple[Callable[[CausalLM], None], str]] = {
     ),
     "a norm of keys": (
         plain_factor(lambda model: model.get_submodule("layers.0.self_attn.k_norm")),
-        f"{TEXT}|{DRAFTS}",
+        TEXT,
     ),
     "a norm of what joins": (plain_factor(module_norm("hnorm")), DRAFTS),
     "the module's last norm": (plain_factor(module_norm("shared_head.norm")), DRAFTS),

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets import lower_inductor as target
+from mtpbuild.builder.targets.inductor import lowering as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
@@ -56,7 +55,7 @@ from tests.support.inductor_engines import (
     compiled_with,
     prompts,
 )
-from tests.support.requests import altered
+from tests.support.requests import altered, build
 from tests.support.stand_ins import importing
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
@@ -399,6 +398,6 @@ def test_options_that_a_torch_lacks() -> None:
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
     }
-    assert target.options(True, old) == common
-    assert target.options(False, old) == common | {"cpp.simdlen": 256}
-    assert len(target.options(False)) == len(target.options(True)) + 4
+    assert target.aoti_options(True, old) == common
+    assert target.aoti_options(False, old) == common | {"cpp.simdlen": 256}
+    assert len(target.aoti_options(False)) == len(target.aoti_options(True)) + 4

@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import list_notes
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.formats.integers import INT4, INT8
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.blocks import (
     EmbeddingBlocks,
     PackedBlocks,
@@ -22,6 +20,7 @@ from mtpbuild.builder.models.common.blocks import (
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.lab.measure.checks import ROUNDED
 from mtpbuild.lab.verify.plain import judge_texts, load_plain
@@ -32,6 +31,7 @@ from mtpbuild.runtime.errors import EngineError
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
+from tests.support.requests import build, quantize
 
 BOTH = ("int8", "int4")
 MANY = QUANTIZABLE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered

@@ -12,8 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.job import prepare
+from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
@@ -24,7 +23,7 @@ from tests.support.families import make_config, make_family
 from tests.support.gguf_files import converted, usual, write_gguf
 from tests.support.invoke import invoke
 from tests.support.numbers import played
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 QWEN: dict[str, Any] = {
@@ -88,7 +87,7 @@ TRUNKS: list[Make] = [gguf_trunk, awq_trunk]
 def weights_of(model: Path, mtp: Path | None, place: Path, weights: str | None = None) -> str:
     """Return the hash of the weights that a build would write."""
     request = build_request(model, (1,), out=place / "e", mtp=mtp, weights=weights)
-    opened = prepare(request).open_model()
+    opened = plan_engines(request).open_model()
     assert opened.config.num_nextn_predict_layers == 1
     (place / "w").mkdir(parents=True)
     return EngineWeights(opened).write(place / "w", siblings=None).sha256

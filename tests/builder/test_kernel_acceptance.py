@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.plan.plan import DrafterName, Plan, make_state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.styles import style_of
 
 SLOTS, STEPS = 8, 4
-FIXED = GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
+FIXED = GraphStyle(for_gpu=True, whole_caches=True, all_slots=True)
 
 
 def controls(program: Program) -> dict[str, Tensor]:

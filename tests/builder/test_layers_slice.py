@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
@@ -19,6 +18,7 @@ from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support.checkpoints import load_config, lower, make_model, save_checkpoint
 from tests.support.invoke import invoke
 from tests.support.opened import opened
+from tests.support.requests import build
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mtpbuild.builder.compiler.plans import make_plans
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.context import choose_context
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
@@ -20,7 +18,7 @@ from mtpbuild.runtime.contract.state import make_rows_spec
 from mtpbuild.runtime.programs.host_slots import PackedCaches
 from tests.support.engines import EngineBuilder
 from tests.support.invoke import invoke
-from tests.support.requests import build_request
+from tests.support.requests import build_request, plan_model
 
 GIGACHAT = "gigachat3-10b-a1.8b"  # of 262,144 tokens; 27 layers of 576 values in fp32
 
@@ -32,7 +30,7 @@ def planned(memory: float, monkeypatch: pytest.MonkeyPatch, **flags: object) -> 
     assert recipe is not None
     found = FoundModel("giga", "giga", recipe.config_folder)
     request = build_request(GIGACHAT, (0, 1), **flags)
-    return [*make_plans(request, found, load_config(found.folder)).values()]
+    return [*plan_model(request, found).values()]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,10 @@ def test_the_build_says_it(
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
     build = ("build", "--model", model, "--nextn", 1, "--out", out)
     monkeypatch.setattr("mtpbuild.builder.compiler.plans.measure_memory", lambda: 12 << 20)
-    says = "note: context 16,384 of 1,048,576: memory; --max-seq-len asks for another"
+    says = (
+        "note: requests may have 16,384 tokens of the model's 1,048,576, which is what memory "
+        "allows; --max-seq-len sets it"
+    )
     assert invoke(*build)[0] == 0
     assert read_manifest(out).build.max_seq_len == 16_384
     code, printed, _ = invoke(*build)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.plan import Plan, choose_drafter, make_state_specs
@@ -24,7 +23,7 @@ from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support import installed, lookup
 from tests.support.engines import EngineBuilder
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 PROMPTS = [[9, 20, 21, 33], [5], [7, 8, 7, 8, 7, 8, 7]]

@@ -42,7 +42,8 @@ from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.checkpoint.generation import read_generation_ids
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.graph.pipelines import CPU, INDUCTOR
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.weights.scheme import make_engine_scheme
 from mtpbuild.runtime.ranks import Ranks

@@ -21,7 +21,6 @@ from mtpbuild.builder.checkpoint.readable import (
     refuse_folder,
 )
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.formats import Format, find_stored_format, name_own
 from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import SHIFTED
@@ -34,7 +33,7 @@ from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 TRUNKS = ["mlx_deepseek", "mlx_glm", "mlx_qwen"]

@@ -316,7 +316,7 @@ STEP = {"fp8": 1 / 16, "nvfp4": 1 / 6, "int8": 1 / 128, "int4": 1 / 8}  # of the
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", [(1, 32), (3, 96), (130, 288), (256, 128)])
 def test_there_and_back(name: str, shape: tuple[int, int]) -> None:
-    """Stored as promised, decoded by the definition, within half a step of the source."""
+    """StoredTensor as promised, decoded by the definition, within half a step of the source."""
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.logspace(-3, 1, shape[0])[:, None]
     parts = encode(FORMATS[name], weight)

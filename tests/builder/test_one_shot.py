@@ -19,31 +19,30 @@ from mtpbuild.builder.models.common.weight import Share
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
-from mtpbuild.builder.targets.lower_inductor import info
-from mtpbuild.builder.targets.passes.gpu_graph import name_op
+from mtpbuild.builder.targets.inductor import Inductor
+from mtpbuild.builder.targets.inductor.gpu_passes import name_op
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, MOST, PEERS
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.group import one_shot
+from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
 from tests.support.fake_gpu import FakeGpu
 
-OPTIONS = InductorOptions("cuda", allreduce_strategy="one-shot")
+ONE_SHOT = Inductor("cuda", allreduce_strategy="one-shot")
 HIDDEN = 32
 
 
 def traced(program: int, max_batch: int, chunk: int = 8) -> TracedProgram:
     """Traces prefill (0) or decode (1) of a rank of two with a layer, nextn 1."""
     model = make_model(num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=64)
-    ranks, style = Ranks(2), TARGET.style(OPTIONS, model.config)
+    ranks, style = Ranks(2), ONE_SHOT.style
     assert model.config.hidden_size == HIDDEN
     sizes = 1, "mtp-eagle", max_batch, 2 * chunk, chunk
-    plan = Plan(model.config, *sizes, style, ranks, ("9.0",), OPTIONS)
-    return TARGET.trace(make_programs(plan, lower(model, Share(ranks, 1)))[program], plan)
+    plan = Plan(model.config, *sizes, style, ranks, ("9.0",))
+    return ONE_SHOT.trace(make_programs(plan, lower(model, Share(ranks, 1)))[program], plan)
 
 
 def sums(graph: TracedProgram) -> tuple[list[Tensor], list[Tensor]]:
@@ -92,14 +91,14 @@ def test_long_chunks_stay_with_nccl() -> None:
 
 
 def test_the_manifest_and_what_builds_it_again() -> None:
-    plan: Any = SimpleNamespace(compute_capabilities=("9.0",), options=OPTIONS)
-    target = info(plan)
+    plan: Any = SimpleNamespace(compute_capabilities=("9.0",))
+    target = ONE_SHOT.info(plan)
     assert target.allreduce_strategy == "one-shot"
     given: Any = SimpleNamespace(target=target, build=SimpleNamespace(dtype="float32"))
     flags = find_target("inductor").build_flags(given)
     assert flags["allreduce_strategy"] == "one-shot"
-    plan.options = replace(OPTIONS, allreduce_strategy="nccl")
-    assert info(plan) == TargetInfo(**target.model_dump() | {"allreduce_strategy": None})
+    by_nccl = replace(ONE_SHOT, allreduce_strategy="nccl").info(plan)
+    assert by_nccl == TargetInfo(**target.model_dump() | {"allreduce_strategy": None})
 
 
 class Sharing(Peers):
@@ -128,24 +127,24 @@ def test_what_programs_are_told(channel: Any) -> None:
     """Memory is zeros when they begin; when the group is left, nobody waits any longer."""
     gpu: Any = FakeGpu()
     peers = Sharing()
-    told = one_shot.share_memory(gpu, channel, peers)
+    told = nccl.share_memory(gpu, channel, peers)
     assert told.tolist() == [peers.memory.data_ptr(), 4096, 1]
     assert not peers.memory.any()
     (leave,) = channel.leaving
     leave()
-    assert (peers.memory[:CALLS].view(torch.int32) == one_shot.FAR).all()
+    assert (peers.memory[:CALLS].view(torch.int32) == nccl.FAR).all()
 
 
 def test_where_gpus_share_no_memory(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu: Any = FakeGpu()
     says = r"see each other's memory \(no peer access\): build it with `--allreduce-strategy nccl`$"
     with pytest.raises(EngineError, match=says):
-        one_shot.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
+        nccl.share_memory(gpu, channel, Sharing(RuntimeError("no peer access\nat line 5")))
     with pytest.raises(EngineError, match=r"memory \(no module\)"):
-        one_shot.share_memory(gpu, channel, Sharing(ImportError("no module")))
+        nccl.share_memory(gpu, channel, Sharing(ImportError("no module")))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(EngineError, match=r"need all 2 ranks on one machine, it has 1: build it"):
-        one_shot.share_memory(gpu, channel, Sharing())
+        nccl.share_memory(gpu, channel, Sharing())
 
 
 def test_torch_is_asked_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
-from mtpbuild.builder.checks import needs
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -28,10 +28,11 @@ from mtpbuild.runtime.errors import (
     UnknownRecipeError,
     UsageError,
     advise_install,
+    explain_missing_package,
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.stand_ins import failing
 
 
@@ -139,7 +140,8 @@ def test_unchanged_is_left_alone_without_torch(quick_engines: Path, smallest: Pa
         "from pathlib import Path\n"
         "from mtpbuild.builder.compiler.build import build\n"
         "from mtpbuild.builder.plan.request import BuildRequest\n"
-        "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
+        "from mtpbuild.lab.measure.workbench import WORKBENCH\n"
+        "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])), WORKBENCH)\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"
         "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)\n"
     )
@@ -181,7 +183,7 @@ class TestQuick:
             return "program"
 
         build_one(smallest, 0, tmp_path / "a")
-        with quick_target("onnxruntime", lower=lower, embeds_weights=lambda options: True):
+        with quick_target("onnxruntime", lower=lower, style=GraphStyle(embeds_weights=True)):
             build_one(smallest, 1, tmp_path / "b")
         assert set(links) == {1}
 
@@ -377,9 +379,9 @@ def test_end_tokens_are_in_the_vocabulary(ids: Any, smallest: Path, tmp_path: Pa
 def test_a_missing_package_is_named() -> None:
     with (
         pytest.raises(MissingDependencyError, match=re.escape(advise_install("build"))),
-        needs("build", "torch"),
+        explain_missing_package("this", "build", "torch"),
     ):
         raise ModuleNotFoundError(name="torch._C")
-    with pytest.raises(ModuleNotFoundError), needs("build", "torch"):
+    with pytest.raises(ModuleNotFoundError), explain_missing_package("this", "build", "torch"):
         raise ModuleNotFoundError(name="ours")
     assert issubclass(MissingDependencyError, MtpbuildError)

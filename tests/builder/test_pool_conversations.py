@@ -34,8 +34,8 @@ def warm(folder: Path, **options: Any) -> Iterator[Engine]:
     """Load an engine that keeps rows; in the end they take the memory that is counted."""
     with Engine.load(folder, threads=1, prefix_cache=True, **options) as engine:
         yield engine
-        engine._loop.step()
-        held = engine._loop.programs._saved.values()  # type: ignore[attr-defined]
+        engine._loaded.loop.step()
+        held = engine._loaded.loop.programs._saved.values()  # type: ignore[attr-defined]
         size = sum(array.nbytes for arrays in held for array in arrays.values())
         assert 0 < size == engine.stats.prefix_bytes <= engine.stats.prefix_limit
 

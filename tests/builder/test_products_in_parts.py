@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets.passes.gpu_graph import name_op
+from mtpbuild.builder.targets.inductor.gpu_passes import name_op
 from mtpbuild.plugins import matmul_scaled, mla_queries, mla_rows_write
 from tests.support.gpu_steps import ON_GPU, with_kernels
 from tests.support.kernels import random_scaled

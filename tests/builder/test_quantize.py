@@ -21,6 +21,7 @@ from mtpbuild.builder.weights.scheme import NVFP4_V2, SCHEMES, Scheme, make_sche
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, load_config, made_of, random_checkpoint
 from tests.support.invoke import invoke
+from tests.support.requests import quantize as quantize_by
 
 Q_A = "model.layers.0.self_attn.q_a_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -41,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, out: Path, scheme: Scheme, force: bool = False) -> Quantized:
-    return quantize.quantize(QuantizeRequest(str(source), scheme, out, force=force))
+    return quantize_by(QuantizeRequest(str(source), scheme, out, force=force))
 
 
 def read(folder: Path) -> dict[str, Tensor]:

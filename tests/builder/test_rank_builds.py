@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files
 from mtpbuild.builder.plan.plan import Plan
@@ -36,7 +36,7 @@ from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.compiler import needs_compiler
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
-from tests.support.requests import altered, build_request
+from tests.support.requests import altered, build, build_request
 
 TP = 4
 SHAPE: dict[str, Any] = {

@@ -133,7 +133,9 @@ def check_pool(folder: Path, model: PlainDeepseek) -> None:
             loaded.generate(prompt, params)
         assert 0 < loaded.stats.prefix_bytes <= loaded.stats.prefix_limit
         with pytest.raises(UsageError, match="not for engines of several ranks; leave it out"):
-            open_prefix_cache(loaded._loop.programs, loaded.manifest, folder, None, folder / "kept")
+            open_prefix_cache(
+                loaded._loaded.loop.programs, loaded.manifest, folder, None, folder / "kept"
+            )
 
 
 @pytest.mark.full
@@ -163,7 +165,7 @@ def test_a_request_that_one_rank_fails_at(
     with running(engine, prefix_cache=True) as loaded:
         other = loaded.stream(PROMPT, GREEDY)
         next(other)
-        cache = loaded._loop.prefix_cache
+        cache = loaded._loaded.loop.prefix_cache
         assert cache is not None
         assert not [*cache.tree.entries()], "rows that one rank could not keep, none has"
         with pytest.raises(RequestFailedError, match="the request failed: "):
@@ -199,7 +201,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     assert code == 0
     assert re.search(r"ranks +2\b", out)
     done = dry_run(build_request(checkpoint, (NEXTN,), target="inductor", tp=2), Stages())
-    assert 0.5 * whole < done.engines[0].weights < 0.8 * whole
+    assert 0.5 * whole < done.engines[0].weight_file_bytes < 0.8 * whole
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
 
 
@@ -261,7 +263,7 @@ def test_a_rank_that_sees_other_tokens(engine: Path) -> None:
 
     def see_others(loaded: Engine) -> None:
         loaded.generate(PROMPT, GREEDY)
-        loaded._loop.programs._channel.digest += 1  # type: ignore[attr-defined]
+        loaded._loaded.loop.programs._channel.digest += 1  # type: ignore[attr-defined]
         loaded.generate(PROMPT, GREEDY)
 
     with pytest.raises(RankError, match=says), running(engine) as loaded:
@@ -273,7 +275,7 @@ def test_a_failed_engine_stays_failed(engine: Path) -> None:
     """An interrupted step leaves the ranks apart; closing waits for nobody."""
     begin = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), running(engine) as loaded:
-        programs = loaded._loop.programs._calls._own  # type: ignore[attr-defined]
+        programs = loaded._loaded.loop.programs._calls._programs  # type: ignore[attr-defined]
         with failing(programs, "_run", KeyboardInterrupt()):
             with pytest.raises(KeyboardInterrupt):
                 loaded.generate(PROMPT, GREEDY)

@@ -31,7 +31,7 @@ from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import LeadingPrograms
 from mtpbuild.runtime.group.nccl import SETTINGS, connect, run_within, watch
-from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaRankPrograms
 from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import collectives, eager_ranks, rank_bugs
@@ -88,11 +88,11 @@ def test_tokens(engine: Path, model: PlainDeepseek, logs: Path) -> None:
     assert (manifest.build.tp, manifest.build.ep) == (2, 2)
     assert manifest.target.compute_capabilities == ("9.0",)
     with running(engine) as loaded:
-        leading = loaded._loop.programs
+        leading = loaded._loaded.loop.programs
         assert isinstance(leading, LeadingPrograms)
         assert Feature.OVERLAP in leading.features
         check_texts(loaded, model, [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
-        own: Any = leading._calls._own
+        own: Any = leading._calls._programs
         steps = own._gpu.replays
         assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)

@@ -1,6 +1,6 @@
 """Ranks of target tensorrt, from the headline command to tokens, on fakes of NVIDIA's packages.
 
-`lower_tensorrt` and the run time are the real ones, each rank is a process; what stands in for
+The lowering and the run time are the real ones, each rank is a process; what stands in for
 TensorRT, Torch-TensorRT, CUDA and NCCL is in `tests/support/fake_torch_tensorrt.py`.
 """
 
@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.dry_run import dry_run
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.scheme import make_scheme
@@ -32,9 +31,9 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import trt_ranks
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
-from tests.support.fake_network import LayerType
 from tests.support.fake_target import quick_target
-from tests.support.fake_torch_tensorrt import MISMATCH, FakeDataCentre
+from tests.support.fake_tensorrt import FakeTensorRt, LayerType
+from tests.support.fake_torch_tensorrt import MISMATCH
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
     GREEDY,
@@ -46,7 +45,7 @@ from tests.support.rank_engines import (
     make,
     running,
 )
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 from tests.support.trt_engines import (
     SMALL_STEPS,
     Alteration,
@@ -69,7 +68,7 @@ IN_STEPS = ("_a_layernorm.weight", ".w_uk", ".w_uv", ".e_score_correction_bias")
 
 
 @pytest.fixture(scope="module")
-def trt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDataCentre]:
+def trt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTensorRt]:
     """Stand in for a machine with eight GPUs and NVIDIA's packages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(trt_ranks.GPUS, "8")
@@ -90,7 +89,7 @@ def headline(r1: Path, out: Path, *flags: Any) -> tuple[int, str, str]:
 
 
 @pytest.fixture(scope="module")
-def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(trt: FakeTensorRt, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "engine"
     code, output, err = headline(r1, out, "--tp", "2")
     assert (code, err) == (0, "")
@@ -101,7 +100,7 @@ def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def quick_engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick_engine(trt: FakeTensorRt, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build one like it, but for its programs."""
     out = tmp_path_factory.mktemp("engines") / "quick"
     with quick_target("tensorrt"):
@@ -122,7 +121,7 @@ def tokens(engine: Path, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.full
-def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_path: Path) -> None:
+def test_the_headline_command(engine: Path, trt: FakeTensorRt, r1: Path, tmp_path: Path) -> None:
     """O2: nvfp4 experts, a module in bf16, two ranks; their tokens are one rank's."""
     manifest = read_manifest(engine)
     assert (manifest.build.tp, manifest.build.weights, manifest.build.dtype) == (
@@ -146,7 +145,7 @@ def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_p
     assert 0 < launches <= COUNT + 1, "a step is one CUDA graph, its collectives in it"
 
 
-def shares_weights(rank: Path, trt: FakeDataCentre) -> None:
+def shares_weights(rank: Path, trt: FakeTensorRt) -> None:
     """Experts are no constants: all programs are given the same ones, from the rank's file.
 
     Steps are also given what the kernels between their products read.
@@ -169,7 +168,7 @@ def shares_weights(rank: Path, trt: FakeDataCentre) -> None:
 
 
 @pytest.mark.full
-def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDataCentre) -> None:
+def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeTensorRt) -> None:
     """As the engine's own files say; a GPU that has less is refused before anything is compiled."""
     request = build_request(r1, (NEXTN,), target="tensorrt", tp=2, **SMALL_STEPS)
     (foreseen,) = dry_run(request, Stages()).engines
@@ -178,11 +177,13 @@ def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDa
     given = json.loads((rank / "decode.shared.json").read_text())
     in_steps = sum(weights[name] for name in given if name.endswith(IN_STEPS))
     shared, every = sum(weights[name] for name in given) - in_steps, sum(weights.values())
-    assert foreseen.weights == pytest.approx(every, rel=1e-3)
-    assert foreseen.held == pytest.approx(3 * every - 2 * shared - in_steps, rel=1e-3)
-    assert foreseen.held < 2 * foreseen.weights
+    assert foreseen.weight_file_bytes == pytest.approx(every, rel=1e-3)
+    assert foreseen.loaded_weight_bytes == pytest.approx(
+        3 * every - 2 * shared - in_steps, rel=1e-3
+    )
+    assert foreseen.loaded_weight_bytes < 2 * foreseen.weight_file_bytes
     networks = len(trt.networks)
-    trt.gpu.free, free = foreseen.held, trt.gpu.free
+    trt.gpu.free, free = foreseen.loaded_weight_bytes, trt.gpu.free
     says = "an engine's programs hold .* GB of weights per rank, state takes .* --tp splits"
     with pytest.raises(BuildError, match=says):
         build(request)
@@ -191,7 +192,7 @@ def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDa
 
 
 @pytest.mark.full
-def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataCentre) -> None:
+def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeTensorRt) -> None:
     alone = tmp_path / "alone"
     shutil.copytree(engine / "rank0", alone)
     names = json.loads((alone / "decode.shared.json").read_text())
@@ -239,7 +240,7 @@ def test_where_it_does_not_run(quick_engine: Path) -> None:
 
 
 def test_fewer_gpus_than_ranks(
-    quick_engine: Path, trt: FakeDataCentre, monkeypatch: pytest.MonkeyPatch
+    quick_engine: Path, trt: FakeTensorRt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = quick_engine
     monkeypatch.setattr(trt.gpu, "gpus", 1)
@@ -265,7 +266,7 @@ def predictable_shape() -> PlainDeepseek:
     ],
 )
 def test_tokens(
-    flags: dict[str, Any], trt: FakeDataCentre, predictable_shape: PlainDeepseek, tmp_path: Path
+    flags: dict[str, Any], trt: FakeTensorRt, predictable_shape: PlainDeepseek, tmp_path: Path
 ) -> None:
     """O2: in fp32 the plain model's, greedy and sampled, two requests and more at once."""
     checkpoint = save_checkpoint(tmp_path / "shared", predictable_shape, **SHAPE)
@@ -280,7 +281,7 @@ def test_tokens(
 @pytest.mark.full
 @pytest.mark.parametrize("slots", [1, 33])
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])
-def test_quantised_products(format: str, slots: int, trt: FakeDataCentre, tmp_path: Path) -> None:
+def test_quantised_products(format: str, slots: int, trt: FakeTensorRt, tmp_path: Path) -> None:
     """Of up to 64 tokens in a step they are plugins, of more and of prompts constants."""
     save_checkpoint(tmp_path / "plain", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
     checkpoint = tmp_path / format
@@ -301,7 +302,7 @@ def test_quantised_products(format: str, slots: int, trt: FakeDataCentre, tmp_pa
     assert bool(scaled) == (slots == 1)
     in_steps = sum(weights[name] for name in given)  # few experts: no kernel reads them in prompts
     held = 3 * sum(weights.values()) - in_steps
-    assert slots > 1 or foreseen.held == pytest.approx(held, rel=1e-3)
+    assert slots > 1 or foreseen.loaded_weight_bytes == pytest.approx(held, rel=1e-3)
     with Engine.load(engine.folder) as loaded:
         (result,) = loaded.generate([[5, 17, 3]], GREEDY)
     plain = load_plain(checkpoint)
@@ -322,7 +323,7 @@ def test_stripped(r1: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_eight_ranks(trt: FakeDataCentre, r1: Path, engine: Path, tmp_path: Path) -> None:
+def test_eight_ranks(trt: FakeTensorRt, r1: Path, engine: Path, tmp_path: Path) -> None:
     """The headline command as it is said; then rank by rank, as on one GPU."""
     code, _, err = headline(r1, tmp_path / "eight", "--tp", "8")
     assert (code, err) == (0, "")

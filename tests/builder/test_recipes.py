@@ -91,10 +91,13 @@ def test_without_weights() -> None:
         "or `hf download nvidia/DeepSeek-R1-FP4` fetches it (424 GB), or name a folder that has it "
         "with --checkpoint\n"
     )
+    recipe = find_recipe("deepseek-r1-fp4")
+    assert recipe is not None
+    flags = ("--checkpoint", recipe.config_folder, "--nextn", "3", "--tp", "8")
     with importing({"tensorrt": None}):
-        code, _, err = invoke("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "8")
+        code, _, err = invoke("build", "--model", "deepseek-r1-fp4", *flags)
     assert code == 1
-    assert err.startswith("error: target tensorrt can't compile here: "), "before a download"
+    assert err.startswith("error: target tensorrt can't compile here: "), "before weights are read"
     assert "(checked: flags and config.json: nextn 3, bfloat16, 8 ranks; --dry-run" in err
     _, _, err = invoke("build", "--model", "deepseek-tiny-int4")
     assert "`mtpbuild quantize --model deepseek-tiny --to int4 --out checkpoints/deepseek" in err

@@ -191,7 +191,7 @@ def test_prefixes_are_copies(plain: PlainSumming) -> None:
             longer = [*prompt, *results[0].token_ids, 7]
             assert engine.generate(longer, params).token_ids == greedy(plain, longer, 8)
             hits = engine.stats.prefix_hits
-            programs = engine._loop.programs  # type: ignore[assignment]
+            programs = engine._loaded.loop.programs  # type: ignore[assignment]
         for result in results:
             assert list(result.token_ids) == greedy(plain, prompt, 8)
         assert hits == (0 if cache is None else 2 * (len(prompt) - 1))

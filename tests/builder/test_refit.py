@@ -13,8 +13,7 @@ import torch
 from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.compiler import refit as refit_module
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan.request import BuildRequest
@@ -25,6 +24,7 @@ from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_target import greedy_only
+from tests.support.requests import build, quantize
 from tests.support.stand_ins import failing
 
 SHAPE: dict[str, Any] = {

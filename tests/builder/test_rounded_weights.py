@@ -8,16 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import describe_formats, list_notes
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.formats.integers import INT8
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.program.opened_model import OpenedModel
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import IN_FLOATS, SCHEMES
 from mtpbuild.lab.verify import verify
 from mtpbuild.lab.verify.plain import judge_texts, load_plain
@@ -28,7 +27,7 @@ from tests.support.gguf_files import write_wide
 from tests.support.invoke import invoke
 from tests.support.numbers import check_rounded, in_int8_blocks, played
 from tests.support.opened import opened
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request, quantize
 
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 LIMITS: dict[str, Any] = {"max_seq_len": 64, "prefill_chunk": 8}

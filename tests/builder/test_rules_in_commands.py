@@ -167,7 +167,7 @@ class Wrong(Biased, Rejecting):
 
 def law_of(kind: type[Toy], rule: str = "thrifty") -> Any:
     engine = toy_engine(kind)
-    engine.manifest = with_rule(rule, engine.manifest)
+    engine._loaded.manifest = with_rule(rule, engine.manifest)
     prompts = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
     case = VerifyCase(engine, lambda **own: engine, prompts, 40, toy_engine(Toy, 0), 250)
     return run_check(f"{rule} has the model's distribution", case)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import list_notes
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.nvfp4 import NVFP4
@@ -43,6 +42,7 @@ from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 from tests.support.inductor_engines import compiled_soon
 from tests.support.opened import load_model, opened
+from tests.support.requests import build, quantize
 from tests.support.styles import style_of
 
 BOTH = ("fp8", "nvfp4")
@@ -97,7 +97,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, {name_layer_rows(i): caches[i] for i in range(2)}, rows)
     module: Any = model.mtp[0]
-    drafted, _ = module(module.join(model.embed(tokens), hidden, rows), caches[2], rows)
+    drafted, _ = module(module.combine_inputs(model.embed(tokens), hidden, rows), caches[2], rows)
     return [model.logits(hidden), model.logits(module.norm(drafted))]
 
 

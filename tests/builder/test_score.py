@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.step_controls import make_step_controls
@@ -15,7 +14,7 @@ from tests.support.checkpoints import SMALL, random_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder
 from tests.support.fakes import fake_manifest
 from tests.support.live_server import live
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.transformers_oracle import transformers_model
 
 pytestmark = pytest.mark.xdist_group("score")  # another worker would wait for the engine

@@ -63,8 +63,8 @@ def seen(moved: Any) -> Patch:
     return wrapped(
         attention,
         "mla_attention",
-        lambda real, q, cache, fresh, base, first, *rest: real(
-            q, cache, fresh, *moved(base, first), *rest
+        lambda real, q, cache, fresh, base, first, *rest, **named: real(
+            q, cache, fresh, *moved(base, first), *rest, **named
         ),
     )
 
@@ -118,7 +118,7 @@ def modules_do_not_chain(norm: Any, self: MTPModule, x: Tensor) -> Any:
     return norm(self, x).roll(1, dims=-1) if x.shape[1] > 1 else norm(self, x)
 
 
-SWAPPED = wrapped(MTPModule, "join", swapped_halves)
+SWAPPED = wrapped(MTPModule, "combine_inputs", swapped_halves)
 # Each with the case that shows it, and the oracle's message.
 BUGS: dict[str, tuple[Patch, tuple[str, int, Any], str]] = {
     "lengths off by one": (wrapped(accept, "accept_rewind", lengths_off_by_one), EAGLE, LENGTH),
@@ -145,7 +145,7 @@ BUGS: dict[str, tuple[Patch, tuple[str, int, Any], str]] = {
     "no bias in choices": (wrapped(moe.Gate, "forward", bias_not_used_to_select), EAGLE, DRAFTS),
     "drafts from the last row": (wrapped(MTPModule, "forward_last", last_row), EAGLE, DRAFTS),
     "recycled before the norm": (
-        wrapped(MTPModule, "join", recycled_before_the_norm),
+        wrapped(MTPModule, "combine_inputs", recycled_before_the_norm),
         EAGLE,
         DRAFTS,
     ),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
-from mtpbuild.builder.models.common.weight import WHOLE, Share, Stored
+from mtpbuild.builder.models.common.weight import WHOLE, Share, StoredTensor
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
@@ -282,7 +282,7 @@ def test_deepseek_v3_on_eight_ranks() -> None:
         check_ranks(c, Ranks(8, ep))
     share = Share(Ranks(8, 8), 3)
     assert share.experts(c.n_routed_experts) == range(96, 128)
-    gate = Stored("gate", (2048, 7168), axis=0, routed=True)
+    gate = StoredTensor("gate", (2048, 7168), axis=0, routed=True)
     for ranks, inner in ((Ranks(8, 8), 2048), (Ranks(8, 2), 512)):
         part = Share(ranks, 3).cut(gate, torch.empty(gate.shape, device="meta"))
         assert part.shape == (inner, 7168)

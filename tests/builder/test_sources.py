@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler.fingerprint import PACKAGE, STAGES, TREE, hash_of_code
+from mtpbuild.builder.compiler.fingerprint import PACKAGE, SOURCES, TREE, hash_of_code
 
-CPU = ("builder.targets.onnxruntime", "builder.targets.onnx_graph")
+CPU = ("builder.targets.onnxruntime",)
 MODULES = (*CPU, "builder.models.deepseek_v3.config")
 
 
@@ -18,7 +18,7 @@ def hashed(tree: Path) -> str:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("trees") / "tree"
-    for folder in ("builder", "plugins", "runtime"):
+    for folder in ("builder", "lab", "plugins", "runtime"):
         shutil.copytree(TREE / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tree
 
@@ -58,7 +58,7 @@ def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, a
     "file",
     [
         "plugins/rope/onnx.py",
-        "builder/targets/onnx_graph.py",
+        "builder/targets/onnxruntime/lowering.py",
         "builder/models/deepseek_v3/attention.py",
         "builder/models/common/layers.py",
         "builder/weights/quantised_view.py",
@@ -76,8 +76,7 @@ def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:
         "builder/cli/build.py",
         "lab/verify/verify.py",
         "lab/forecast/step.py",
-        "builder/targets/lower_tensorrt.py",  # another target
-        "builder/models/mimo/model.py",  # another family
+        "builder/targets/tensorrt/lowering.py",  # another target
         "runtime/engine/loop.py",
         "runtime/server/app.py",
     ],
@@ -95,7 +94,6 @@ def test_comments_docstrings_and_line_breaks_do_not(tree: Path) -> None:
     assert not changes(tree, step, "class StepProgram", "\n\n\nclass StepProgram")
 
 
-def test_the_stages_exist() -> None:
-    """A root that was moved would be left out without a word."""
-    for stage in STAGES:
-        assert (TREE / f"{stage.replace('.', '/')}.py").is_file(), stage
+def test_the_sources_exist() -> None:
+    """A folder that was moved would be left out without a word."""
+    assert [pattern for pattern in SOURCES if not [*TREE.glob(pattern)]] == []

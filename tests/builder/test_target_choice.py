@@ -5,18 +5,17 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.job import Job
-from mtpbuild.builder.compiler.plans import make_plans
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.compiler.plans import Plans
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe_folder
 from mtpbuild.builder.plan.request import BuildRequest
-from mtpbuild.builder.targets import choice, lower_tensorrt
+from mtpbuild.builder.targets import choice
 from mtpbuild.builder.targets.choice import choose_target
-from mtpbuild.builder.targets.tensorrt import TensorRt
+from mtpbuild.builder.targets.tensorrt import TensorRt, lowering
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
+from tests.support.requests import plan_model
 
 R1 = "deepseek-r1-fp4"
 CUDA = {"device": "cuda", "dtype": "bfloat16"}
@@ -61,7 +60,7 @@ def test_what_the_machine_decides(
 ) -> None:
     """Without a GPU nothing is decided: target tensorrt refuses, or a dry run assumes one."""
     monkeypatch.setattr(choice, "find_capability", lambda: here)
-    monkeypatch.setattr(lower_tensorrt, "list_missing_packages", lambda: iter(missing))
+    monkeypatch.setattr(lowering, "list_missing_packages", lambda: iter(missing))
     chosen, given, why = choose_target(R1, options)
     assert (chosen, given) == (target, built_with)
     assert (why is None) if says is None else (says in str(why))
@@ -98,9 +97,9 @@ def test_formats_that_a_gpu_lacks(
 ) -> None:
     """TensorRT is told before anything is read; target inductor decodes both formats."""
     monkeypatch.setattr(TensorRt, "compute_capabilities", lambda *given: (capability,))
-    monkeypatch.setattr(Job, "open_model", read)
+    monkeypatch.setattr(Plans, "open_model", read)
     flags = ("build", "--model", smallest, "--nextn", "0", "--out", tmp_path / "e", *more)
-    with quick_target("tensorrt", check_machine=lambda plan: None, lacks=lambda plan: ()):
+    with quick_target("tensorrt", check_machine=lambda plan: None, list_missing=lambda plan: ()):
         code, _, err = invoke(*flags, "--target", "tensorrt", "--weights", format)
     assert code == 1
     says = f"{format} needs compute capability {least} or later in TensorRT, and the GPU has "
@@ -128,5 +127,5 @@ def test_the_folder_names_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyP
         request = BuildRequest(R1, (3,), target=target, ranks=Ranks(8), options=given)
         config = find_recipe_folder() / "deepseek_v3"
         model = FoundModel(R1, "r1", config)
-        (folder,) = make_plans(request, model, load_config(config))
+        (folder,) = plan_model(request, model)
         assert folder == Path(f"engines/r1_n3_{target}_bf16_tp8")

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -16,23 +16,19 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import (
-    lower_tensorrt,
-    lower_tensorrt_rtx,
-    tensorrt_rtx,
-)
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
-from mtpbuild.builder.targets.trt_compile import make_compiler_config
+from mtpbuild.builder.targets import tensorrt_rtx
+from mtpbuild.builder.targets.tensorrt import lowering
+from mtpbuild.builder.targets.tensorrt.compiling import make_compiler_config
+from mtpbuild.builder.targets.tensorrt_rtx import lowering as rtx_lowering
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import (
-    CONSTANTS,
     WEIGHTS,
     Manifest,
     check_files,
@@ -53,8 +49,10 @@ from tests.support.checkpoints import SMALLEST, make_model, make_predictable, sa
 from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.support.fake_target import quick_target
-from tests.support.fake_tensorrt import BuilderFlag, FakeTensorRt, Network, without_weights
-from tests.support.requests import build_request
+from tests.support.fake_tensorrt import DataType, FakeTensorRt, Network, Weights
+from tests.support.fake_tensorrt import Engine as FakeEngine
+from tests.support.fake_torch_tensorrt import data_centre, installed
+from tests.support.requests import build, build_request
 from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
 
@@ -80,7 +78,7 @@ def trt(gpu: FakeCuda) -> Iterator[FakeTensorRt]:
 
 
 @pytest.fixture
-def data_centre(trt: FakeTensorRt) -> Iterator[None]:
+def both(trt: FakeTensorRt) -> Iterator[None]:
     """Stand in for the other TensorRT too, once torch has looked for it."""
     assert torch._dynamo
     with importing({"tensorrt": trt}):
@@ -204,7 +202,8 @@ def test_the_directory(engine: Path) -> None:
     assert rows
     assert all(n % ALIGNED_ROWS == 0 and n >= 102 for n in rows)
     for name, program in manifest.programs.items():
-        header, _, graph = (engine / program.file).read_bytes().partition(b"\n")
+        compiled: FakeEngine = torch.load(engine / program.file, weights_only=False)
+        ((_, (graph, *_), *_),) = compiled.calls
         opened = onnx.load_from_string(graph).graph
         assert not any(i.external_data for i in opened.initializer)
         names = [tensor.name for tensor in program.inputs]
@@ -212,19 +211,8 @@ def test_the_directory(engine: Path) -> None:
         shapes = [tensor.shape for tensor in (*program.inputs, *program.outputs)]
         varying = {size for shape in shapes for size in shape if isinstance(size, str)}
         assert varying == ({"chunk"} if name == "prefill" else set())
-        assert (b'"tokens": [[1, 1], [1, 4], [1, 4]]' in header) == (name == "prefill")
-
-
-@pytest.mark.full
-def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) -> None:
-    """A graph compiled again, alone."""
-    graph = (engine / "decode.engine").read_bytes().partition(b"\n")[2]
-    (tmp_path / "decode.onnx").write_bytes(graph)
-    trt.flags = set()
-    capabilities = read_manifest(engine).target.compute_capabilities
-    plan = replace(cheap_plan(), compute_capabilities=capabilities)
-    assert lower_tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
-    assert BuilderFlag.TF32 not in trt.flags
+        profile = {"tokens": [(1, 1), (1, 4), (1, 4)]} if name == "prefill" else {}
+        assert compiled.profile == profile
 
 
 def cheap_plan(vocab_size: int = 61) -> Plan:
@@ -294,20 +282,21 @@ class TestWhatCanNotRun:
 
 
 @pytest.fixture
-def stripped(engine: Path, tmp_path: Path) -> Path:
-    """Return the engine without its floats: parameters lie beside it once, others by program."""
-    copy = shutil.copytree(engine, tmp_path / "stripped")
-    parameters: dict[str, np.ndarray] = {}
-    for program in ("prefill", "decode", "decode_mixed"):
-        path = copy / f"{program}.engine"
-        data, weights = without_weights(path.read_bytes())
-        path.write_bytes(data)
-        parameters |= {n: w for n, w in weights.items() if n.startswith("model.")}
-        others = {n: w for n, w in weights.items() if not n.startswith("model.")}
-        assert others
-        save_file(others, copy / CONSTANTS.format(program))
-    save_file(parameters, copy / WEIGHTS)
-    return copy
+def centre(gpu: FakeCuda) -> Iterator[FakeTensorRt]:
+    """Stand in for the other TensorRT, and for Torch-TensorRT."""
+    fake = data_centre(gpu)
+    with installed(fake):
+        yield fake
+
+
+@pytest.fixture
+def stripped(
+    folder: Path, centre: FakeTensorRt, build_engine: EngineBuilder, tmp_path: Path
+) -> Path:
+    """Return an engine whose weights are put back when it is loaded."""
+    sizes = {"max_batch": SLOTS, "max_seq_len": 100, "prefill_chunk": CHUNK}
+    engine = build_engine(folder, 0, target="tensorrt", strip_weights=True, **sizes)
+    return shutil.copytree(engine, tmp_path / "stripped")
 
 
 def described(folder: Path) -> Manifest:
@@ -317,25 +306,11 @@ def described(folder: Path) -> Manifest:
 
 
 class TestWeightsPutBack:
-    def test_the_same_tokens(self, engine: Path, stripped: Path) -> None:
-        assert (
-            len((stripped / "decode.engine").read_bytes())
-            < (engine / "decode.engine").stat().st_size
-        )
-        output = []
-        for folder, manifest in ((engine, read_manifest(engine)), (stripped, described(stripped))):
-            programs = tensorrt.load(folder, manifest, None)
-            programs.prefill(0, 0, np.array([5, 6, 7, 8]))
-            programs.begin(0, 3, 8)
-            steps = [programs.step(np.array([True, False]), 20).tokens.copy() for _ in range(4)]
-            output.append(np.stack(steps).tolist())
-        assert output[0] == output[1]
-
     @pytest.mark.parametrize("damage", ["missing", "another size"])
     def test_weights_that_do_not_fit(self, stripped: Path, damage: str) -> None:
         path = stripped / WEIGHTS
         weights = load_numpy(path)
-        name = next(iter(weights))
+        name = "embed_tokens"
         if damage == "missing":
             del weights[name]
         else:
@@ -348,22 +323,21 @@ class TestWeightsPutBack:
     def test_quantised_values(self, trt: FakeTensorRt) -> None:
         """NumPy has no such types: bytes go in as what the engine has them for, if they fit."""
         held = np.arange(12, dtype=np.uint8)
-        prototype, api = SimpleNamespace(dtype="FP4", size=24, nbytes=12), cast(ModuleType, trt)
+        prototype, api = Weights(DataType.FP4, 0, 24), cast(ModuleType, trt)
         given = as_stored(api, held, prototype)
-        assert (given.dtype, given.address, given.size) == ("FP4", held.ctypes.data, 24)
+        assert (given.dtype, given.address, given.size) == (DataType.FP4, held.ctypes.data, 24)
         assert as_stored(api, held[1:], prototype) is None
         floats = np.zeros(3, np.float32)
         assert as_stored(api, floats, prototype) is floats
 
-    def test_a_refit_that_fails(self, stripped: Path, trt: FakeTensorRt) -> None:
-        trt.refit_fails = "out of\nmemory"
+    def test_a_refit_that_fails(self, stripped: Path, centre: FakeTensorRt) -> None:
+        centre.refit_fails = "out of\nmemory"
         says = "TensorRT can't refit prefill (out of memory); rebuild it"
         assert refusal(stripped, described(stripped)).endswith(says)
 
     def test_memory_is_counted_for_each_program(self, stripped: Path, gpu: FakeCuda) -> None:
         manifest = described(stripped)
-        size, programs = manifest.files[WEIGHTS].size, len(manifest.programs)
-        gpu.free = programs * size
+        gpu.free = 2 * manifest.files[WEIGHTS].size
         assert "GB of GPU memory" in refusal(stripped, manifest)
 
 
@@ -409,7 +383,7 @@ class TestWhatCanNotBeBuilt:
         def lower(traced: TracedProgram, weights: object, folder: Path) -> bytes:
             file = folder / f"{traced.name}.onnx"
             file.write_bytes(graph)
-            return bytes(lower_tensorrt_rtx.compile_graph(file, traced.plan))
+            return bytes(rtx_lowering.compile_graph(file, traced.plan))
 
         return quick_target("tensorrt-rtx", lower=lower)
 
@@ -452,7 +426,7 @@ class TestTargetTensorRt:
                 build(asked)
             assert str(caught.value).startswith(begin + says + end)
 
-    @pytest.mark.usefixtures("data_centre")
+    @pytest.mark.usefixtures("both")
     def test_kernels_that_can_not_be_plugins(self) -> None:
         plan = replace(cheap_plan(), compute_capabilities=("7.5",))
         says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
@@ -462,8 +436,8 @@ class TestTargetTensorRt:
         with missing, pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(cheap_plan())
         refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
-        with failing(lower_tensorrt, "convert", refusal), pytest.raises(BuildError) as caught:
-            lower_tensorrt.compile_program(cast(TracedProgram, None), {})
+        with failing(lowering, "convert", refusal), pytest.raises(BuildError) as caught:
+            lowering.compile_program(cast(TracedProgram, None), {}, strip=False, fast=False)
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
@@ -473,7 +447,7 @@ class TestTargetTensorRt:
         self, strip: bool, folder: Path, tmp_path: Path, trt: FakeTensorRt
     ) -> None:
         def lower(traced: TracedProgram, weights: object, folder: Path) -> str:
-            assert traced.plan.options.strip_weights == strip
+            assert traced.plan.style.embeds_weights != strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
             return f"{traced.name}.engine"
 
@@ -492,10 +466,7 @@ class TestTargetTensorRt:
 
     def test_a_fast_build(self, trt: FakeTensorRt) -> None:
         builder = trt.Builder(None)
-        network = Network()
-        network.model = onnx.parser.parse_model(
-            '<ir_version: 10, opset_import: ["": 24]> g (float[2] x) => (float[2] y) { y = Abs(x) }'
-        )
+        network: Any = Network()
         plain = make_compiler_config(trt, builder, network, cheap_plan())  # type: ignore[arg-type]
         quick = make_compiler_config(trt, builder, network, cheap_plan(), fast=True)  # type: ignore[arg-type]
         levels = plain.builder_optimization_level, quick.builder_optimization_level
@@ -507,5 +478,4 @@ class TestTargetTensorRt:
     [("sm120, SM89,12.0", ("8.9", "12.0")), ("12.1,8.6,sm_80", ("8.0", "8.6", "12.1"))],
 )
 def test_compute_capabilities(asked: str, found: tuple[str, ...]) -> None:
-    options = tensorrt_rtx.RtxOptions(asked)
-    assert tensorrt_rtx.TARGET.compute_capabilities(BuildRequest("x"), options) == found
+    assert tensorrt_rtx.TensorRtRtx(asked).compute_capabilities(BuildRequest("x")) == found

@@ -12,12 +12,12 @@ import torch
 
 from mtpbuild import plugins
 from mtpbuild.builder.compiler.step_counts import StepCounts, count_step_calls
-from mtpbuild.builder.graph.pipelines import TENSORRT
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram, trace
-from mtpbuild.builder.targets.passes.in_place import update_in_place
+from mtpbuild.builder.targets.inductor.in_place import update_in_place
 from mtpbuild.builder.targets.tensorrt import TARGET
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.gpu_steps import MANY, check_step, with_joined
 from tests.support.steps import CHUNK
@@ -85,7 +85,7 @@ def of_r1(format: str, dense: int, moe: int) -> StepCounts:
     kinds = (False,) * dense + (True,) * (moe + 1)
     config = replace(case.config, num_hidden_layers=dense + moe, moe_layers=kinds)
     case = replace(case, config=config)
-    style = TARGET.style(TARGET.Options(), config)
+    style = TARGET.style
     plan = Plan(config, 3, "mtp-eagle", 1, 4096 + 256, 8, style, case.ranks, ("10.0",))
     return count_step_calls(
         trace(make_programs(plan, random_model.empty_model(case, "cpu"))[1], plan)

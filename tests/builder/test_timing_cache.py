@@ -6,28 +6,10 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.targets.trt_compile import find_timing_cache, keep_timing_cache
+from mtpbuild.builder.targets.tensorrt.compiling import find_timing_cache, keep_timing_cache
+from tests.support.fake_tensorrt import DAMAGED, FOREIGN, Config
 
 TRT: Any = SimpleNamespace(__version__="11.0.0.114")
-
-
-class Config:
-    """A cache that knows what it was given, and measures one thing more; a damaged one is none."""
-
-    def __init__(self) -> None:
-        self.known = b""
-
-    def create_timing_cache(self, known: bytes) -> bytes | None:
-        return None if known == b"damaged" else known
-
-    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
-        assert not ignore_mismatch
-        fits = not cache.startswith(b"another GPU's")
-        self.known = cache if fits else self.known
-        return fits
-
-    def get_timing_cache(self) -> Any:
-        return SimpleNamespace(serialize=lambda: memoryview(self.known + b"+"))
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def known_to_a_build(capability: str = "9.0") -> bytes:
     config = Config()
     with keep_timing_cache(TRT, config, capability):
-        return config.known
+        return config.timings
 
 
 def test_a_build_knows_what_earlier_ones_measured(cache: Path) -> None:
@@ -51,7 +33,7 @@ def test_a_build_knows_what_earlier_ones_measured(cache: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("there", [b"damaged", b"another GPU's"])
+@pytest.mark.parametrize("there", [DAMAGED, FOREIGN])
 def test_what_does_not_fit_is_replaced(there: bytes, cache: Path) -> None:
     cache.mkdir()
     find_timing_cache("11.0.0.114", "9.0").write_bytes(there)

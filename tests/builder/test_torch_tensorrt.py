@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.weights.scheme import make_scheme
 from tests.support.checkpoints import SMALLEST, random_checkpoint
+from tests.support.requests import quantize
 
 pytestmark = pytest.mark.tensorrt
 pytest.importorskip(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -17,7 +16,7 @@ from tests.reference.recompute import greedy
 from tests.support.fake_target import quick_target
 from tests.support.installed import ROOT
 from tests.support.installed import installed as package
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.contract.controls import StepControls
@@ -23,7 +23,7 @@ from tests.support import bigrams, installed
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 V, NEXTN, PROMPT = 61, 2, [3, 1, 4]
 

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtpbuild.builder.compiler.build import build
-from mtpbuild.builder.graph.style import GraphStyle, Sizes
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
@@ -34,7 +33,7 @@ from tests.support import installed, typical
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.engines import EngineBuilder
 from tests.support.live_server import live
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 from tests.support.styles import style_of
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
@@ -161,7 +160,11 @@ def test_the_traced_program_and_the_kernels_say_the_same(target: str) -> None:
     torch.set_num_threads(1)
     model = make_predictable(num_hidden_layers=1, num_nextn_predict_layers=1)
     own = Plan(model.config, NEXTN, "mtp-eagle", 4, 100, 4, style_of(target), rules=("typical",))
-    style = own.style if target == "inductor" else GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
+    style = (
+        own.style
+        if target == "inductor"
+        else GraphStyle(for_gpu=True, whole_caches=True, all_slots=True)
+    )
     plain = replace(own, style=style)
     program, reference = mixed_program(own, model), mixed_program(plain, model)
     module = trace(program, own).exported.module() if target == "inductor" else program.module

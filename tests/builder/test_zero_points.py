@@ -10,13 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.notes import describe_formats, list_notes
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_integers
-from mtpbuild.builder.graph.pipelines import CPU
 from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.lab.measure.checks import ROUNDED
 from mtpbuild.lab.verify.plain import judge_texts
@@ -26,7 +25,7 @@ from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable
 from tests.support.gguf_files import write_wide
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 DATA = Path(__file__).parents[1] / "data/checkpoints"
 SHAPE = QUANTIZABLE | {"qk_rope_head_dim": 8}  # numbers of outputs fill words

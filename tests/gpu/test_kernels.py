@@ -12,7 +12,7 @@ from torch import Tensor
 from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 from mtpbuild.runtime.contract.sums import BYTES
-from mtpbuild.runtime.group.one_shot import release
+from mtpbuild.runtime.group.nccl import release
 from tests.support import kernels, sparse_kernels, step_kernels
 from tests.support.gpu_driver import drive
 from tests.support.kernel_launches import Shape, launches

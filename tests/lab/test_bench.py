@@ -2,17 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.shared import TargetFlags
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.plan import Nextn
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -32,15 +28,14 @@ from mtpbuild.lab.measure.prompts import (
 from mtpbuild.lab.measure.runs import TimedAnswer, rotate
 from mtpbuild.lab.show import results
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime.cli.commands import LoadFlags
-from mtpbuild.runtime.cli.sampling_flags import CompatFlags, RelaxedFlags, SamplingFlags
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
 from tests.support.fakes import FakePrograms
 from tests.support.invoke import invoke as command
-from tests.support.invoke import refusal
+from tests.support.invoke import options, refusal
 from tests.support.registry import programs_by
+from tests.support.requests import build
 
 # The requests
 
@@ -76,6 +71,11 @@ def test_groups() -> None:
 
 
 def test_input_len() -> None:
+    """And contexts of timed steps lie within prompt, text and engine."""
+    output = TimedAnswer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])
+    for length, tokens in ((99, [0, 2, 3, 4, 11, 12]), (5, [0, 2, 3, 4, 11]), (-3, [0])):
+        (context,) = measure.make_contexts([prompt(length=4)], [output], 0.5, length)
+        assert context.token_ids == tokens
     short, long = prompt(length=3), prompt(length=7)  # [0, 2, 3] and [0, 2, 3, 4, 5, 6, 7]
     assert resize_prompt(long, 4, [], bos=0).token_ids == [0, 5, 6, 7]
     assert resize_prompt(long, 4, [], bos=None).token_ids == [4, 5, 6, 7]
@@ -123,6 +123,8 @@ def test_datasets_that_are_refused(
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_engine_gets_every_request(size: int) -> None:
     contenders = [contender(k, max_batch=size) for k in (0, 1, 3)]
+    order = [[c.nextn for c in rotate(contenders, i)] for i in range(4)]
+    assert order == [[0, 1, 3], [1, 3, 0], [3, 0, 1], [0, 1, 3]]
     groups = [[prompt("code", size * i + j) for j in range(size)] for i in range(4)]
     seen = list[str]()
     measured = measure.measure(contenders, groups, seen.append)
@@ -141,22 +143,6 @@ def test_every_engine_gets_every_request(size: int) -> None:
     assert [r.overall["same_output_as_nextn_0"] for r in made] == [4 * size] * 3
     lengths = [r.overall["spec_decode_acceptance_length"] for r in made]
     assert lengths == [1, 8 / 5, 8 / 3]  # 1+2+2+2+1 tokens are kept, and 1+4+3
-
-
-def test_turns_go_round() -> None:
-    contenders = [contender(k) for k in (0, 1, 2)]
-    order = [[c.nextn for c in rotate(contenders, i)] for i in range(4)]
-    assert order == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
-
-
-def test_contexts_lie_within_the_text() -> None:
-    asked, output = (
-        [prompt(length=4)],
-        [TimedAnswer(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])],
-    )
-    assert measure.make_contexts(asked, output, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
-    assert measure.make_contexts(asked, output, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
-    assert measure.make_contexts(asked, output, 0.5, -3)[0].token_ids == [0]
 
 
 def test_nextn_0_is_never_relaxed() -> None:
@@ -210,19 +196,13 @@ def test_engines_and_their_verifiers(smallest: Path) -> None:
     assert Path("engines/small_n2/engine.json").stat().st_ino == before.st_ino  # reused
     assert folders(smallest, 0, max_batch=2) == ["engines/.bench/small_n0_default_b2"]
     assert folders(smallest, "auto") == ["engines/small_n0", "engines/small_nauto"]
-    assert folders(smallest, 1, drafter="mtp-eagle") == [
-        "engines/.bench/small_n0_mtp-eagle_b1",
-        "engines/.bench/small_n1_mtp-eagle_b1",
-        "engines/.bench/small_n1_none_b1",
-    ]
-
-
-@pytest.mark.usefixtures("here", "quick")
-def test_the_users_engines_are_left_alone(smallest: Path) -> None:
-    build(BuildRequest(str(smallest), (0,), max_seq_len=40))
-    assert folders(smallest, 0) == ["engines/.bench/small_n0_default_b1"]
+    names = ("n0_mtp-eagle", "n1_mtp-eagle", "n1_none")
+    built = folders(smallest, 1, drafter="mtp-eagle")
+    assert built == [f"engines/.bench/small_{name}_b1" for name in names]
+    build(BuildRequest(str(smallest), (3,), max_seq_len=40))  # the user's engines are left alone
     Path("engines/small_n1").mkdir()
-    assert folders(smallest, 1)[1] == "engines/.bench/small_n1_default_b1"
+    for nextn in (1, 3):
+        assert folders(smallest, nextn)[1] == f"engines/.bench/small_n{nextn}_default_b1"
 
 
 @pytest.mark.usefixtures("here", "quick", "quick_inductor")
@@ -244,24 +224,15 @@ def test_engines_of_another_target(smallest: Path) -> None:
 # The command
 
 
-invoke = partial(command, "bench")
-
-
 def test_frozen_flags() -> None:
-    command = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    found = {flag for option in command.params for flag in option.opts}
-    assert " ".join(sorted(found - shared_flags())) == (
-        "--concurrency --dataset --drafter --input-len --json --model --nextn --num-requests "
-        "--out --output-len --relaxed --target --threads"
-    )
-    assert shared_flags() <= found
+    """Those of groups are frozen by tests/runtime/test_compat_flags.py."""
+    assert {*options("bench")} >= {
+        *("--concurrency", "--dataset", "--drafter", "--input-len", "--json", "--model", "--nextn"),
+        *("--num-requests", "--out", "--output-len", "--relaxed", "--target", "--threads"),
+    }
 
 
-def shared_flags() -> set[str]:
-    """List the flags of the groups, which tests/runtime/test_sampling_flags.py freezes."""
-    groups = (SamplingFlags, CompatFlags, RelaxedFlags, TargetFlags, LoadFlags)
-    names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
-    return {"--" + name.replace("_", "-") for name in names}
+invoke = partial(command, "bench")
 
 
 @pytest.fixture
@@ -375,34 +346,23 @@ def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
         assert (code, [r["nextn"] for r in json.loads(out)["results"]]) == (0, [0, 2])
 
 
-@pytest.mark.usefixtures("quick", "fake_programs")
+@pytest.mark.usefixtures("quick", "fake_programs", "lines_file")
 @pytest.mark.parametrize(
-    ("flags", "code", "says"),
+    ("flags", "says"),
     [
-        ("--nextn 0,x", 2, "--nextn '0,x' is not a list of numbers such as 0,1,2,3"),
-        ("--nextn 0,99", 2, "--nextn 99 is outside 0..15"),
-        ("--nextn 1 --drafter none", 2, "--drafter none is unknown; supported: mtp-eagle"),
-        ("--nextn 2 --drafter mtp-vanilla", 2, "needs 2 MTP modules for --nextn 2"),
-        ("--nextn 0 --concurrency 0", 2, "--concurrency 0 is outside 1.."),
-        ("--nextn 0 --concurrency 2,x", 2, "--concurrency '2,x' is not a list of numbers such as"),
-        ("--nextn 0 --concurrency 3,4", 2, "--concurrency 3 does not divide 4: groups of the la"),
-        ("--nextn 0 --dataset none.jsonl", 2, "can't be read (No such file or directory); built i"),
-        ("--nextn 0", 2, "this engine was built without a tokenizer"),
-        ("--nextn 0 --threads 0", 2, "threads must be a number from 1, not 0"),
-        ("--nextn 0 --out ids.jsonl", 2, "--out ids.jsonl: can't write there"),
-        ("--nextn 1 --spec-decode-nextn 2", 2, "--nextn says 1, --spec-decode-nextn says 2; drop"),
-        ("--relaxed --relaxed-topk 3", 2, "--relaxed says 10, --relaxed-topk says 3; drop one"),
-        ("--relaxed --temperature 1", 2, "relaxed acceptance is for greedy requests"),
-        ("--acceptance fast", 2, "acceptance must be one of strict, rejection"),
-        ("--model nowhere", 2, "'nowhere' is neither a recipe nor a checkpoint folder"),
-        ("--model .", 1, "no config.json"),
+        ("--nextn 0,x", "--nextn '0,x' is not a list of numbers such as 0,1,2,3"),
+        ("--nextn 1 --drafter none", "--drafter none is unknown; supported: mtp-eagle"),
+        ("--nextn 0 --concurrency 0", "--concurrency 0 is outside 1.."),
+        ("--nextn 0 --concurrency 2,x", "--concurrency '2,x' is not a list of numbers such as"),
+        ("--nextn 0 --concurrency 3,4", "--concurrency 3 does not divide 4: groups of the la"),
+        ("--nextn 0 --dataset none.jsonl", "can't be read (No such file or directory); built i"),
+        ("--nextn 0 --out ids.jsonl", "--out ids.jsonl: can't write there"),
+        ("--nextn 1 --spec-decode-nextn 2", "--nextn says 1, --spec-decode-nextn says 2; drop"),
+        ("--relaxed --relaxed-topk 3", "--relaxed says 10, --relaxed-topk says 3; drop one"),
     ],
 )
-def test_errors_are_one_line(
-    flags: str, code: int, says: str, smallest: Path, lines_file: Path
-) -> None:
-    model = () if "--model" in flags else ("--model", smallest)
-    assert says in refusal("bench", *model, *flags.split(), code=code)
+def test_errors_are_one_line(flags: str, says: str, smallest: Path) -> None:
+    assert says in refusal("bench", "--model", smallest, *flags.split())
 
 
 @pytest.mark.full
@@ -413,5 +373,5 @@ def test_real_engines(smallest: Path, lines_file: Path) -> None:
     [report] = bench(BenchRequest(request, dataset, threads=1, out=Path("out")))
     assert [r.overall["same_output_as_nextn_0"] for r in report.rows] == [2, 2]
     assert report.rows[1].overall["spec_decode_draft_tokens"] > 0
-    assert len(report.measured[1].verify) == len(report.measured[1].steps)
+    assert report.rows[1].overall["verify_step_ms"] > 0
     assert (Path("out") / "bench.png").exists()

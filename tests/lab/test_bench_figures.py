@@ -1,18 +1,16 @@
 """The arithmetic of `mtpbuild bench` against figures made by hand, and how it is written down."""
 
 import csv
-import io
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mtpbuild.builder.cli.shared import print_written_results
 from mtpbuild.builder.plan.plan import Nextn
-from mtpbuild.lab.bench import pictures
-from mtpbuild.lab.bench.bench import list_pictures, write_benchmarks
+from mtpbuild.lab.bench.bench import write_benchmarks
 from mtpbuild.lab.bench.figures import (
     NextnResult,
     find_disagreements,
@@ -20,7 +18,13 @@ from mtpbuild.lab.bench.figures import (
     recommend_nextn,
 )
 from mtpbuild.lab.bench.measure import Measurements
-from mtpbuild.lab.bench.report import Benchmark, make_bench_json, make_table, print_benchmark
+from mtpbuild.lab.bench.report import (
+    list_pictures,
+    list_rows,
+    make_bench_json,
+    plot_steps,
+    print_benchmark,
+)
 from mtpbuild.lab.measure.statistics import (
     ALL,
     Estimate,
@@ -30,7 +34,7 @@ from mtpbuild.lab.measure.statistics import (
 )
 from mtpbuild.lab.show.results import check_writable
 from mtpbuild.runtime.errors import UsageError
-from tests.support.bench_samples import answer, contender, made_by_hand
+from tests.support.bench_samples import answer, by_hand, contender, made_by_hand
 from tests.support.stand_ins import importing
 
 VLLM_KEYS = {
@@ -75,7 +79,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_acceptance_counts_all_steps() -> None:
-    (first, second) = made_by_hand().measured[2].groups
+    (first, second) = by_hand()[2].groups
     both = sum_drafting([*first, *second])
     assert both.acceptance_histogram == [4, 3, 0]
     assert both.mean_acceptance_length == pytest.approx(1 + 3 / 7)
@@ -179,16 +183,9 @@ def test_the_json() -> None:
     assert [r["kind"] for r in fast["requests"]] == ["code", "talk"]
 
 
-def printed(report: Benchmark, width: int) -> str:
-    out = io.StringIO()
-    Console(width=width, file=out).print(make_table(report, ALL))
-    return out.getvalue()
-
-
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     report = made_by_hand()
-    lines = [line for line in printed(report, 100).splitlines() if line.strip()]
-    text = {line[:26].strip(): line[26:].split() for line in lines}
+    text = {str(name).strip(): [*map(str, cells)] for name, *cells in list_rows(report, ALL)}
     wanted = {
         "nextn": "0 2",
         "drafter": "- eagle",
@@ -197,7 +194,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         "predicted, L / (v + d)": "1.00x 1.07x",
         "acceptance length": "1.00 1.43",
         "L: first step left out": "1.00 1.60",
-        "accepted at position 1": "0.43",
+        "accepted at position 1": " 0.43",
         "v: verify / nextn 0's step": "1.00 1.25",
         "d: draft / nextn 0's step": "0.00 0.25",
         "ms per step, median": "2000.00 3000.00",
@@ -211,27 +208,6 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"fake, {kind}: " in everything for kind in ("code", "talk", "all"))
     assert "2 threads" in everything
     assert recommend_nextn(report.rows)[1].split(";")[0] in everything
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    pictures.draw_speedups(made_by_hand(), tmp_path / "x.png")
-    data = (tmp_path / "x.png").read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
-
-
-def test_the_numbers_stand_above_bar_and_prediction() -> None:
-    from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
-
-    axes, rows = Figure().subplots(), made_by_hand().rows
-    pictures.draw_speedup(axes, rows, ["code", "talk"])
-    heights = [text.xy[1] for text in axes.texts if isinstance(text, Annotation)]
-    marks = [
-        row.kinds[kind]["predicted_speedup"] or 0.0 for kind in ("code", "talk") for row in rows
-    ]
-    assert len(heights) == len(marks) == 4
-    assert all(height >= mark for height, mark in zip(heights, marks, strict=True))
 
 
 def test_without_matplotlib_there_are_figures_and_no_picture(
@@ -270,15 +246,11 @@ def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_steps_has_all_of_them() -> None:
-    """Each nextn's bars add up to 1, and its accepted drafts are those of the table."""
-    from matplotlib.figure import Figure
-
-    report, (left, right) = made_by_hand(), Figure().subplots(1, 2)
-    pictures.draw_times(left, report)
-    heights = [polygon.get_path().vertices[1:-1:2, 1] for polygon in left.patches]
+    """Each nextn's shares add up to 1, and its accepted drafts are those of the table."""
+    report = made_by_hand()
+    times, rates = plot_steps(report).panels
+    heights: list[Any] = [line.y for line in times.lines]
     assert [sum(each) for each in heights] == pytest.approx([1, 1])
-    pictures.draw_positions(right, report.rows)
-    drawn = [list(line.get_ydata()) for line in right.lines]
     name = "spec_decode_per_position_acceptance_rates"
-    assert drawn == [[*row.overall[name]] for row in report.rows]
-    assert drawn[1]
+    assert [line.y for line in rates.lines] == [row.overall[name] for row in report.rows]
+    assert rates.lines[1].y

@@ -8,36 +8,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import typer
 
-from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.measure import read_grid
 from mtpbuild.lab.eval.evaluate import EvalRequest, choose_settings
 from mtpbuild.lab.eval.problems import (
     NUM_PROBLEMS,
-    GradedAnswer,
-    Problem,
     extract_answer,
     load_problems,
 )
 from mtpbuild.lab.eval.report import (
+    Evaluation,
     compare_accuracy,
     compute_mcnemar_p_value,
-    draw_accuracy_over_speed,
     make_rows,
+    plot_evaluation,
     write_conclusion,
 )
+from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.statistics import ALL, estimate_share
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.errors import UsageError
-from tests.support.bench_samples import answer, fake_engine, write_lines
+from tests.support.bench_samples import fake_engine, graded_answers, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
 from tests.support.invoke import invoke as command
-from tests.support.invoke import refusal
+from tests.support.invoke import options, refusal
 from tests.support.registry import programs_by
 
 THINK, CLOSE = THINKING
@@ -97,7 +94,7 @@ def test_tasks_that_are_refused(line: str, count: int | None, says: str, tmp_pat
         load_problems(str(path), fake_engine(0), GREEDY, count)
 
 
-def test_the_answer_is_behind_the_thinking() -> None:
+def test_the_answer_comes_after_the_thinking() -> None:
     engine = fake_engine(0)
     seven = engine.encode("7", add_special_tokens=False)
     asked = [5, THINK]
@@ -139,18 +136,10 @@ def test_a_paired_difference() -> None:
     assert [same[name] for name in ("value", "low", "high", "p_value")] == [0, 0, 0, 1]
 
 
-def answers(form: str, given: Sequence[str], times: list[float]) -> list[GradedAnswer]:
-    made = []
-    for text in given:
-        one = answer(form, times, [1, len(times) - 1])
-        made.append(GradedAnswer(Problem(one.prompt, "3"), text, one))
-    return made
-
-
 def test_rows_by_hand() -> None:
     """Strict: 5 tokens, 2 s a step of 2; relaxed: as many in steps of 1 s, and two answers lost."""
-    strict = answers("sum", "333", [1, 3, 5]) + answers("sort", "31", [1, 3, 5])
-    fast = answers("sum", "313", [1, 2, 3]) + answers("sort", "21", [1, 2, 3])
+    strict = graded_answers("sum", "333", [1, 3, 5]) + graded_answers("sort", "31", [1, 3, 5])
+    fast = graded_answers("sum", "313", [1, 2, 3]) + graded_answers("sort", "21", [1, 2, 3])
     first, second = make_rows({"strict": strict, "5 / 0.1": fast})
     assert list(first.forms) == [ALL, "sum", "sort"]
     assert [figures["right"] for figures in first.forms.values()] == [4, 3, 1]
@@ -163,18 +152,22 @@ def test_rows_by_hand() -> None:
     assert "strict: 4 of 5 problems; fastest: 5 / 0.1, 2.00x. " in write_conclusion([first, second])
     slow = make_rows({"strict": fast, "5 / 0.1": strict})
     assert "; none is faster. " in write_conclusion(slow)
-    lost = make_rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
+    lost = make_rows(
+        {"strict": graded_answers("a", "3" * 9, [1, 2]), "x": graded_answers("a", "1" * 9, [1, 2])}
+    )
     assert write_conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
 
 
 def test_the_trade_has_a_point_per_setting() -> None:
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    strict, relaxed = answers("a", "3331", [1, 3, 5]), answers("a", "3311", [1, 2, 3])
-    draw_accuracy_over_speed(axes, make_rows({"strict": strict, "2 / 0.1": relaxed}))
-    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1, 75], [2, 50]]
-    assert [text.get_text() for text in axes.texts] == ["strict", "2 / 0.1"]
+    strict, relaxed = graded_answers("a", "3331", [1, 3, 5]), graded_answers("a", "3311", [1, 2, 3])
+    rows = make_rows({"strict": strict, "2 / 0.1": relaxed})
+    settings = {"num_problems": 4, "task": "reasoning"}
+    report = Evaluation("e", fake_manifest(), describe_machine(1), settings, rows)
+    (line,) = plot_evaluation(report).panels[2].lines
+    assert [*line.x] == [1, 2]
+    assert line.y == [row.accuracy for row in rows]
+    assert [row.accuracy.value for row in rows] == [75, 50]
+    assert line.notes == ["strict", "2 / 0.1"]
 
 
 # The settings
@@ -299,9 +292,8 @@ def test_errors_are_one_line(flags: str, code: int, says: str, here: Path) -> No
 
 
 def test_frozen_flags() -> None:
-    command = typer.main.get_command(app).commands["eval"]  # type: ignore[attr-defined]
-    found = {flag for option in command.params for flag in option.opts}
-    found = {flag for option in command.params for flag in option.opts}
-    assert found >= {"--engine", "--json", "--no-cuda-graphs", "--num-problems", "--out"}
-    assert found >= {"--provider", "--relaxed-delta", "--relaxed-topk", "--task", "--threads"}
-    assert "--use-relaxed-acceptance-for-thinking" in found
+    assert {*options("eval")} >= {
+        *("--engine", "--json", "--no-cuda-graphs", "--num-problems", "--out", "--provider"),
+        *("--relaxed-delta", "--relaxed-topk", "--task", "--threads"),
+        "--use-relaxed-acceptance-for-thinking",
+    }

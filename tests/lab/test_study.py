@@ -41,7 +41,7 @@ def write_trace(
 
 
 def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
-    """Those of the fake are accepted by their position; behind a wrong one nothing is judged."""
+    """Those of the fake are accepted by their position; after a wrong one nothing is judged."""
     trace = read_trace(write_trace(tmp_path / "a.jsonl"))
     drafts = [*list_judged_drafts(trace)]
     assert all(draft.accepted == (draft.position % 4 != 0) for draft in drafts)
@@ -191,4 +191,4 @@ def test_a_trace_without_drafts(tmp_path: Path) -> None:
     path = write_trace(tmp_path / "plain.jsonl", nextn=0)
     code, out, err = invoke("study", path, "--out", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert err == f"error: {path}: no drafts in it: its engine drafts nothing\n"
+    assert err == f"error: {path} has no drafts: its engine drafts nothing\n"

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpbuild.builder.compiler.own_text import OwnAnswer
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import join_head
 from mtpbuild.builder.weights.layer_passes import StreamedModel, make_batches
+from mtpbuild.lab.measure.own_texts import OwnAnswer
 from mtpbuild.lab.tune import training, tune_head
 from mtpbuild.lab.tune.chains import run_chain
 from mtpbuild.lab.tune.training import Batch, Trainer, Training, backward, make_model_batches
@@ -243,16 +243,19 @@ def test_a_head_for_ones_own_prompts(tmp_path: Path) -> None:
 
 
 REFUSALS = [
-    (("--dtype", "int8"), "--dtype int8: say fp32 or bf16"),
+    (("--dtype", "int8"), "--dtype int8 is unknown; supported: fp32, bf16"),
     (("--lora", "0"), "--lora 0 is outside 1..4096"),
     (("--epochs", "0"), "--epochs 0 is outside 1..10000"),
-    (("--lr", "nan"), "--lr nan can't be: above 0, at most 1"),
-    (("--lr", "-1"), "--lr -1 can't be: above 0, at most 1"),
+    (("--lr", "nan"), "--lr nan must be above 0 and at most 1"),
+    (("--lr", "-1"), "--lr -1 must be above 0 and at most 1"),
     (("--nextn", "0"), "--nextn 0 is outside 1..15"),
     (("--held-out", "40"), "--held-out 40 is outside 1..39"),
     (("--data", "none.jsonl"), "--data none.jsonl: can't be read (No such file or directory)"),
     (("--data", "bad.jsonl"), "bad.jsonl:2: answer: "),
-    (("--data", "said.jsonl"), "said.jsonl:1: its last message is an answer: leave it out"),
+    (
+        ("--data", "said.jsonl"),
+        "said.jsonl:1: its last message is an answer, which the model",
+    ),
     (("--data", "one.jsonl"), "one.jsonl: has one prompt, and needs others to measure with"),
     (("--out", "."), "exists and is not a checkpoint; choose another --out"),
     (("--drafter", "mtp-vanilla", "--nextn", "4"), "needs 4 MTP modules"),

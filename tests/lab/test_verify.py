@@ -33,6 +33,7 @@ from mtpbuild.runtime.cpu_library import ISAS
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.safetensors_header import read_header
 from tests.reference.recompute import next_logits
+from tests.support import toy
 from tests.support.compiler import needs_compiler
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fake_target import quick_target
@@ -40,33 +41,18 @@ from tests.support.fakes import FakePrograms, fake_manifest
 from tests.support.invoke import invoke as command
 from tests.support.invoke import refusal
 from tests.support.registry import programs_by
-from tests.support.toy import (
-    Biased,
-    Chunky,
-    Crowded,
-    Damaged,
-    Loose,
-    OtherSeeds,
-    OtherWeights,
-    ReusesANumber,
-    Rounded,
-    Toy,
-    V,
-    WrongOnce,
-    toy_engine,
-)
 
 GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, MACHINE, RELAXED, LAW, ACCEPTED, COST = CHECKS
 TOY_CHECKS = [name for name in CHECKS if name not in (PLAIN, MACHINE, COST)]
-PROMPTS = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
+PROMPTS = [[(7 * i + j) % toy.V for j in range(9)] for i in range(4)]
 
 
-def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> VerifyCase:
-    engine = toy_engine(kind, nextn, **build)
+def case(kind: type[toy.Toy] = toy.Toy, nextn: int = 2, **build: int) -> VerifyCase:
+    engine = toy.toy_engine(kind, nextn, **build)
     return VerifyCase(
         engine,
-        base=toy_engine(Toy, 0),
-        reload=lambda chunk=64, threads=None: toy_engine(kind, nextn, prefill_chunk=chunk),
+        base=toy.toy_engine(toy.Toy, 0),
+        reload=lambda chunk=64, threads=None: toy.toy_engine(kind, nextn, prefill_chunk=chunk),
         prompts=PROMPTS,
         length=40,
         seeds=250,
@@ -87,26 +73,26 @@ def test_a_right_engine_passes() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "says"),
     [
-        (WrongOnce, GREEDY, "text 0, token 11: says "),
-        (OtherWeights, GREEDY, "log-probabilities of the same tokens are up to .* apart"),
-        (WrongOnce, SAMPLED, "text 0, token 11: says "),
-        (OtherSeeds, SAMPLED, "text 0, token "),
-        (Chunky, CHUNKS, "text 0, token 0: says "),
-        (Crowded, BATCH, "up to .* apart: other weights, or a wrong cache"),
-        (Loose, RELAXED, "text ., token "),
-        (ReusesANumber, LAW, "text . begins with "),
-        (Biased, LAW, "text . begins with "),
-        (Damaged, ACCEPTED, "the MTP modules are damaged"),
+        (toy.WrongOnce, GREEDY, "text 0, token 11: says "),
+        (toy.OtherWeights, GREEDY, "log-probabilities of the same tokens are up to .* apart"),
+        (toy.WrongOnce, SAMPLED, "text 0, token 11: says "),
+        (toy.OtherSeeds, SAMPLED, "text 0, token "),
+        (toy.Chunky, CHUNKS, "text 0, token 0: says "),
+        (toy.Crowded, BATCH, "up to .* apart: other weights, or a wrong cache"),
+        (toy.Loose, RELAXED, "text ., token "),
+        (toy.ReusesANumber, LAW, "text . begins with "),
+        (toy.Biased, LAW, "text . begins with "),
+        (toy.Damaged, ACCEPTED, "the MTP modules are damaged"),
     ],
 )
-def test_a_broken_engine_fails(kind: type[Toy], name: str, says: str) -> None:
+def test_a_broken_engine_fails(kind: type[toy.Toy], name: str, says: str) -> None:
     found = run_check(name, case(kind, max_batch=3))
     assert found.verdict == "failed"
     assert re.search(says, found.detail), found.detail
 
 
 def test_damaged_modules_leave_the_text_right() -> None:
-    damaged = case(Damaged)
+    damaged = case(toy.Damaged)
     assert run_check(GREEDY, damaged).verdict == "passed"
     assert run_check(SAMPLED, damaged).verdict == "passed"
     assert run_check(ACCEPTED, damaged).figures["draft_acceptance_rate"] == 0
@@ -140,13 +126,13 @@ def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
     return str(reason.value)
 
 
-def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase:
+def case_of(dtype: str, kind: type[toy.Toy], weights: str = "float32") -> VerifyCase:
     """Return a case of an engine that computes in `dtype`, with weights in a format."""
     made = case(kind)
     block = 32 if weights in ("int4", "int8") else None
     changes = {"dtype": dtype, "weights": weights, "block_size": block}
     build = made.engine.manifest.build.model_copy(update=changes)
-    made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
+    made.engine._loaded.manifest = made.engine.manifest.model_copy(update={"build": build})
     return made
 
 
@@ -162,13 +148,13 @@ def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> VerifyCase
 )
 def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: str) -> None:
     """Near-ties are many there; a wrong token is found all the same."""
-    found = run_check(GREEDY, case_of(dtype, Rounded, weights))
+    found = run_check(GREEDY, case_of(dtype, toy.Rounded, weights))
     assert found.verdict == verdict, found.detail
-    wrong = run_check(GREEDY, case_of(dtype, WrongOnce, weights))
+    wrong = run_check(GREEDY, case_of(dtype, toy.WrongOnce, weights))
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
 
 
-def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
+def exact_case(kind: type[toy.Toy] = toy.Toy) -> VerifyCase:
     """Return a case of two engines that say that they are exact."""
     made = case(kind, max_batch=3)
     for engine in (made.engine, made.base):
@@ -176,7 +162,7 @@ def exact_case(kind: type[Toy] = Toy) -> VerifyCase:
         build = engine.manifest.build.model_copy(
             update={"exact": True, "probe_version": PROBE_VERSION}
         )
-        engine.manifest = engine.manifest.model_copy(update={"build": build})
+        engine._loaded.manifest = engine.manifest.model_copy(update={"build": build})
     return made
 
 
@@ -192,9 +178,9 @@ def test_an_exact_engine_passes() -> None:
 
 def test_an_exact_engine_may_not_round() -> None:
     """What passes for a near-tie elsewhere fails here, in texts and in log-probabilities."""
-    found = run_check(GREEDY, exact_case(Rounded))
+    found = run_check(GREEDY, exact_case(toy.Rounded))
     assert (found.verdict, found.detail[:17]) == ("failed", "text 0, token 0: ")
-    elsewhere = replace(exact_case(), reload=lambda **_: toy_engine(Rounded, 2))
+    elsewhere = replace(exact_case(), reload=lambda **_: toy.toy_engine(toy.Rounded, 2))
     found = run_check(MACHINE, elsewhere)
     assert (found.verdict, found.detail[:24]) == ("failed", "plain: text 0, token 0: ")
     assert run_check(MACHINE, case()).detail == "the engine is not exact"
@@ -210,7 +196,7 @@ def test_a_baseline_is_of_the_engines_target(
     request = module.VerifyRequest(Path("e"), model=str(smallest))
 
     def manifest_in(dtype: str) -> Manifest:
-        manifest = case_of(dtype, Toy).engine.manifest
+        manifest = case_of(dtype, toy.Toy).engine.manifest
         target = manifest.target.model_copy(update={"name": "inductor"})
         return manifest.model_copy(update={"target": target})
 
@@ -238,7 +224,7 @@ def played(
 
 
 def test_near_ties() -> None:
-    """A near-tie parts two texts; behind it every token is compared again."""
+    """A near-tie parts two texts; after it every token is compared again."""
     theirs = played([1, 2, 3, 4], [9.0, 1e-6, 9.0, 9.0], -1.0)
     ours = played([1, 5, 6, 7], [9.0, 1e-6, 9.0, 9.0], -1.0)
     seen = []
@@ -382,7 +368,7 @@ def damage_modules(engine: Path) -> None:
 
 
 def test_the_last_line() -> None:
-    manifest = toy_engine(Toy).manifest
+    manifest = toy.toy_engine(toy.Toy).manifest
 
     def line(*verdicts: str) -> str:
         passed = {"passed": True, "failed": False, "not checked": None}
@@ -407,7 +393,7 @@ def test_a_baseline_is_built(
         assert folder.parent == Path("engines/.bench")
         return read_manifest(folder)
 
-    manifest = toy_engine(Toy).manifest
+    manifest = toy.toy_engine(toy.Toy).manifest
     request = module.VerifyRequest(Path("e"))
     output = no_baseline(request, manifest)
     assert output == "no recipe is called fake: give --against or --model"
@@ -426,6 +412,7 @@ def test_a_baseline_is_built(
         ("--engine nowhere", 1, "no such engine directory"),
         ("--engine fake_n3 --output-len 1", 2, "--output-len 1 is outside 2.."),
         ("--engine fake_n3 --seeds 1", 2, "--seeds 1 is outside 20.."),
+        ("--engine fake_n3 --exact", 2, "--exact: fake_n3 is not exact by its engine.json"),
         ("--engine fake_n3 --model nowhere", 2, "'nowhere' is neither a recipe nor a checkpoint"),
         ("--engine fake_n3 --prompts none.jsonl", 2, "--prompts none.jsonl: can't be read"),
         ("--engine fake_n3 --prompts p.jsonl --output-len 63", 2, "the engine holds (64): see --"),

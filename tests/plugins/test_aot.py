@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mtpbuild.builder.graph.pipelines import TENSORRT
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.plugins import (
     accept_mixed_op,
     accept_rewind,

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from mtpbuild.builder.targets.onnx_graph import OPSET
-from mtpbuild.builder.targets.passes.chains import join_chains
+from mtpbuild.builder.targets.onnxruntime.chains import join_chains
+from mtpbuild.builder.targets.onnxruntime.lowering import OPSET
 from mtpbuild.plugins.cpu.onnx import PYTORCH
 from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support.cpu_kernels import LIBRARY

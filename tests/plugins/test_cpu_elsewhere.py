@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from tests.support.cpu_fuzz import damaged
@@ -26,6 +25,7 @@ from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled
 from tests.support.cpu_nodes import calls
 from tests.support.exact_engines import save
 from tests.support.isas import isas
+from tests.support.requests import build
 
 pytestmark = [
     pytest.mark.full,

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import mtpbuild.plugins
-from mtpbuild.builder.graph.pipelines import CPU, INDUCTOR, INDUCTOR_CUDA, PORTABLE, TENSORRT
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR, INDUCTOR_CUDA
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU, PORTABLE
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.plugins import CUDA, NODE_FACETS, OPS, FacetTable, facets, gated_product
 from mtpbuild.plugins.definition import keep
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS

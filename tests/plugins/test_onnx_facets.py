@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.graph.pipelines import CPU, PORTABLE
-from mtpbuild.builder.targets.onnx_graph import OPSET
-from mtpbuild.builder.targets.quick_export import export_quickly
+from mtpbuild.builder.targets.onnxruntime.lowering import OPSET
+from mtpbuild.builder.targets.onnxruntime.pipeline import CPU, PORTABLE
+from mtpbuild.builder.targets.onnxruntime.quick_export import export_quickly
 from mtpbuild.plugins import (
     NODE_FACETS,
     accept_rewind,

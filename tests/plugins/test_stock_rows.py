@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper
 
-from mtpbuild.builder.targets import exact
-from mtpbuild.builder.targets.exact import (
+from mtpbuild.builder.targets.onnxruntime import exact
+from mtpbuild.builder.targets.onnxruntime.exact import (
     ALLOWED,
     COMPUTING,
     find_unknown_operators,

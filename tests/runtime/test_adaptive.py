@@ -348,7 +348,7 @@ def test_a_refuted_table_is_measured_again_while_idle(kept: Path) -> None:
     kept.write_text(said.model_dump_json())
     programs = FakePrograms(manifest)
     engine = Engine(programs, manifest, step_times=open_step_times(programs, manifest, 1, 60.0))
-    request, loop = SamplingParams(max_tokens=40, ignore_eos=True), engine._loop
+    request, loop = SamplingParams(max_tokens=40, ignore_eos=True), engine._loaded.loop
     engine.generate([5, 6, 7], replace(request, max_tokens=1))
     assert not loop.idle_work
     while not loop.idle_work:

@@ -236,7 +236,7 @@ def count_tokens(engine: Engine) -> float:
 def test_a_swap_ends_old_requests_on_the_old_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = long_engine(), fake_engine(next_token=lambda history: 7, nextn=1)[0]
     wanted = old.generate([5], SamplingParams(max_tokens=300)).token_ids
-    driver, running = old._driver, old.stream([5], SamplingParams(max_tokens=300))
+    driver, running = old._loaded.driver, old.stream([5], SamplingParams(max_tokens=300))
     next(running)
     before = count_tokens(old)
     assert before > 300
@@ -266,7 +266,7 @@ def test_a_swap_beside_asyncio_and_prepared_requests(monkeypatch: pytest.MonkeyP
         with engine.pinned() as pinned:
             request = pinned.prepare([5], params)
             thread = swapped(engine, new, monkeypatch)
-            while engine._driver is pinned._driver:
+            while engine._loaded is pinned._loaded:
                 await asyncio.sleep(0.005)
             found = [id async for chunk in engine.astream(request) for id in chunk.token_ids]
             assert found == wanted
@@ -289,9 +289,9 @@ def test_a_swap_on_a_loop_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
             request = pinned.prepare([5], params)
             with pytest.raises(UsageError, match=r"await engine\.aswap"):
                 engine.swap("engines/other")
-            assert engine._driver is pinned._driver
+            assert engine._loaded is pinned._loaded
             swap = asyncio.create_task(engine.aswap("engines/other"))
-            while engine._driver is pinned._driver:
+            while engine._loaded is pinned._loaded:
                 await asyncio.sleep(0.005)
             assert not swap.done(), "it waits for the block"
             assert [chunk async for chunk in engine.astream(request)]
@@ -476,7 +476,7 @@ def test_an_application_to_mount(talker: Engine) -> None:
 def test_an_engine_says_what_it_is() -> None:
     engine, _ = fake_engine(nextn=2)
     assert repr(engine) == "<Engine of fake: nextn 2, onnxruntime>"
-    engine.folder = Path("engines/a b")
+    engine._loaded.folder = Path("engines/a b")
     engine.close()
     assert str(engine) == "<Engine of fake from 'engines/a b': nextn 2, onnxruntime, closed>"
 

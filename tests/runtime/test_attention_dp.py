@@ -17,8 +17,9 @@ from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.contract.state import make_rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.programs import inductor_ranks
-from mtpbuild.runtime.programs.inductor_ranks import CpuAttentionDPPrograms, CudaAttentionDPPrograms
+from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs.inductor_cpu import CpuAttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaAttentionDPPrograms
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fakes import fake_manifest
 
@@ -88,7 +89,7 @@ class Recorded:
 class Alone:
     """A channel to ranks that say nothing."""
 
-    failure, patience = None, 10.0
+    failure, patience, ranks = None, 10.0, RANKS
 
     def __init__(self, rank: int) -> None:
         self.rank, self.leaving = rank, list[Callable[[], None]]()
@@ -136,7 +137,7 @@ def ranks(
         gpu: Any = FakeGpu()
         return CudaAttentionDPPrograms(channel, nccl.Peers, own, gpu, opener)
 
-    monkeypatch.setattr(inductor_ranks, "connect", lambda *given: NoPeers())
+    monkeypatch.setattr(inductor_cuda, "connect", lambda *given: NoPeers())
     monkeypatch.setattr(dist, "barrier", lambda: None)
     made_of_all = [programs(rank) for rank in range(RANKS)]
     for ran in Recorded.ran:  # a GPU's steps are run before they are captured

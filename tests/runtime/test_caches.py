@@ -2,13 +2,14 @@
 
 import mmap
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CacheType
-from mtpbuild.runtime.contract.programs import host_type
+from mtpbuild.runtime.contract.programs import NO_VALUE, host_type
 from mtpbuild.runtime.contract.state import StateSpec, make_rows_spec
 from mtpbuild.runtime.programs.host_slots import (
     GROWTH,
@@ -21,6 +22,11 @@ from mtpbuild.runtime.programs.slots import Caches, Memory, finite
 from tests.support.fake_gpu import FakeGpu
 
 SLOTS, CAPACITY = 4, 1000
+CACHE_ROWS = Path(__file__).parents[2] / "plugins/cpu/source/cache_rows.h"
+
+
+def test_kernels_have_the_same_mark_of_a_row_without_a_value() -> None:
+    assert f"constexpr int8_t NO_VALUE = {NO_VALUE};" in CACHE_ROWS.read_text(encoding="utf-8")
 
 
 def spec(slots: int, rows: int, width: int = 4) -> StateSpec:
@@ -74,7 +80,7 @@ def test_no_nan_is_left_behind_a_slot(dtype: CacheType) -> None:
     """Wherever its rows have lain; what other slots' rows hold stays."""
     caches = PackedCaches([make_rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))])
     (flat,) = caches._flat.values()
-    damaged = {"float32": np.nan, "bfloat16": 0x7FC0, "int8": -128}[dtype]
+    damaged = {"float32": np.nan, "bfloat16": 0x7FC0, "int8": NO_VALUE}[dtype]
     for slot in range(SLOTS):
         fill(caches, slot, 300, damaged if slot == 1 else slot + 1)  # parked
     held(caches, 2)[7] = damaged  # nobody has found it yet

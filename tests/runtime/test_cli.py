@@ -319,7 +319,7 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--chat", ""], 2, "--chat: the question is empty"),
         (["--prompt", "a", "--system", "s"], 2, "--system goes with --chat"),
         (["--input", "a", "--system", "s"], 2, "a line of --input has its own messages"),
-        (["--chat", "a", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not JSON"),
+        (["--chat", "a", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs is not JSON"),
         (["--chat", "a", "--chat-template-kwargs", "5"], 2, "is an object such as"),
         (["--chat", "a", "--chat-template-kwargs", '{"tools": []}'], 2, "tools can't be one of"),
         (["--prompt", "a", "--chat-template-kwargs", "{}"], 2, "goes with --chat"),
@@ -472,7 +472,7 @@ def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
         assert (piped.exit_code, piped.stdout) == (0, call(*run, *same).stdout)
     assert call(*run, "--json", input="hello").stdout.startswith('{"task_id": 0, ')
     assert_fails(
-        call(*run, "--prompt-file", "-", input=b"\xff"), 2, "--prompt-file -: can't be read"
+        call(*run, "--prompt-file", "-", input=b"\xff"), 2, "--prompt-file - can't be read"
     )
 
 

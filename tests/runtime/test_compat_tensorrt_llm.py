@@ -231,7 +231,7 @@ def test_files_that_can_not_be_read(name: str, tmp_path: Path) -> None:
 def test_yaml_is_an_extra(tmp_path: Path) -> None:
     with importing({"yaml": None}), pytest.raises(MissingDependencyError) as caught:
         parse_yaml(tmp_path, "")
-    assert str(caught.value) == f"--config {tmp_path}/x.yaml: needs yaml: {advise_install('yaml')}"
+    assert str(caught.value) == f"--config {tmp_path}/x.yaml needs yaml: {advise_install('yaml')}"
 
 
 @pytest.mark.parametrize("name", OTHER_METHODS)

@@ -83,7 +83,7 @@ def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:
 
 def plant(place: str, engine: Engine, programs: FakePrograms, request: Request) -> Any:
     """Plant an exception at a place of a request's life, which has just been queued."""
-    loop = engine._loop
+    loop = engine._loaded.loop
     match place:
         case "begin":
             return raise_once(programs, "begin")
@@ -230,7 +230,7 @@ def test_a_dead_thread_is_known() -> None:
 
     async def main() -> None:
         await ask()
-        engine._driver.call_between_steps = raise_always  # type: ignore[method-assign]
+        engine._loaded.driver.call_between_steps = raise_always  # type: ignore[method-assign]
         with contextlib.suppress(EngineError):  # the thread ends before this request or after it
             await asyncio.wait_for(ask(), 10)
         until(lambda: engine.failure)
@@ -289,10 +289,10 @@ def test_the_collector_ends_no_request_at_once() -> None:
     prompt = [5 + n % 50 for n in range(300)]
     with engine:
         stream: list[Stream] = [engine.stream(prompt, TWENTY)]
-        engine._loop.step()  # a chunk of the prompt is there
+        engine._loaded.loop.step()  # a chunk of the prompt is there
         ended = engine.stream([20, 21], TWENTY)
-        engine._loop.scheduler.waiting.remove(ended._request)
-        engine._loop.scheduler.slots[1] = ended._request
+        engine._loaded.loop.scheduler.waiting.remove(ended._request)
+        engine._loaded.loop.scheduler.slots[1] = ended._request
         ended._request.end("length")
         save = programs.save_rows
 
@@ -301,7 +301,7 @@ def test_the_collector_ends_no_request_at_once() -> None:
             save(*given)
 
         programs.save_rows = collect  # type: ignore[method-assign,assignment]
-        engine._driver.call_between_steps(engine._loop.release)
+        engine._loaded.driver.call_between_steps(engine._loaded.loop.release)
         programs.save_rows = save  # type: ignore[method-assign]
         result = engine.generate(prompt, TWENTY)
         assert result.token_ids == continuation(prompt, 20)

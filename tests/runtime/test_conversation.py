@@ -48,7 +48,7 @@ class Talk:
 
     @property
     def questions(self) -> list[str]:
-        return [m["content"] for m in self.now.messages if m["role"] == "user"]
+        return [m["content"] for m in self.now.turns.messages if m["role"] == "user"]
 
 
 def templated(template: str) -> Tokenizer:
@@ -60,7 +60,7 @@ def templated(template: str) -> Tokenizer:
 def test_turns_follow_each_other() -> None:
     talk = Talk()
     assert talk("hello", "two\nlines") == ""
-    first, second = (m["content"] for m in talk.now.messages if m["role"] == "assistant")
+    first, second = (m["content"] for m in talk.now.turns.messages if m["role"] == "assistant")
     assert talk.prompts == [
         "[user] hello\n",
         f"[user] hello\n[assistant] {first}\n[user] two\nlines\n",
@@ -109,9 +109,9 @@ def test_a_full_context_drops_the_oldest_turns_and_says_so() -> None:
 def test_a_question_that_never_fits_changes_nothing() -> None:
     talk = Talk(max_seq_len=99)
     talk("hello")
-    before = list(talk.now.messages)
+    before = list(talk.now.turns.messages)
     assert "this engine takes at most 98" in talk("y" * 300)
-    assert (talk.now.messages, talk.now.draft) == (before, "y" * 300)
+    assert (talk.now.turns.messages, talk.now.draft) == (before, "y" * 300)
 
 
 def test_settings_are_those_of_requests() -> None:
@@ -138,11 +138,11 @@ def test_regenerate_answers_the_last_question_again() -> None:
     talk = Talk(SamplingParams(9, temperature=1.0))
     assert talk("/regenerate") == "error: there is no question yet"
     talk("one", "two")
-    before = list(talk.now.messages)
+    before = list(talk.now.turns.messages)
     assert talk("/regenerate") == ""
     assert talk.prompts[1] == talk.prompts[2]
-    assert talk.now.messages[:3] == before[:3]
-    assert len(talk.now.messages) == 4
+    assert talk.now.turns.messages[:3] == before[:3]
+    assert len(talk.now.turns.messages) == 4
     assert "let an answer vary" in talk("/set temperature 0", "/regenerate")
 
 
@@ -187,7 +187,7 @@ def test_a_saved_conversation_goes_on(tmp_path: Path) -> None:
     assert talk(f"/save {path}") == f"saved in {path}; turns: 2"
     again = Talk()
     assert again(f"/load {path}") == f"loaded {path}; turns: 2"
-    assert (again.now.system, again.now.messages) == ("Be brief.", talk.now.messages)
+    assert (again.now.system, again.now.turns.messages) == ("Be brief.", talk.now.turns.messages)
     again("three")
     assert talk("three") == ""
     assert again.prompts == talk.prompts[-1:]
@@ -203,7 +203,7 @@ def test_a_saved_conversation_is_a_line_of_an_input_file(tmp_path: Path) -> None
     talk, path = Talk(), tmp_path / "talk.jsonl"
     talk("one", f"/save {path}")
     [request] = read_requests(path, talk.engine, SamplingParams())
-    assert request.token_ids == talk.engine.chat_ids(talk.now.messages)
+    assert request.token_ids == talk.engine.chat_ids(talk.now.turns.messages)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,11 @@ def test_a_file_that_is_no_conversation(text: str, message: str, tmp_path: Path)
     (tmp_path / "bad").write_text(text)
     talk = Talk()
     talk("hello")
-    before = list(talk.now.messages)
+    before = list(talk.now.turns.messages)
     output = talk(f"/load {tmp_path}/bad")
     assert output.startswith("error: ")
     assert message in output
-    assert talk.now.messages == before
+    assert talk.now.turns.messages == before
 
 
 def test_a_conversation_that_ends_with_a_question(tmp_path: Path) -> None:
@@ -298,13 +298,13 @@ def test_the_thought_of_the_last_answer() -> None:
     talk = Talk(SamplingParams(99), tokenizer=fake_tokenizer(backend), next_token=says)
     assert talk("/thought") == "the last answer has no thought"
     assert talk("hi", "/thought") == "def hello"
-    assert talk.now.messages[-1]["content"] == "return"
+    assert talk.now.turns.messages[-1]["content"] == "return"
 
 
 def test_after_an_empty_answer_the_question_is_the_draft() -> None:
     talk = Talk(next_token=lambda history: EOS)
     assert talk("hello") == "error: the answer is empty (stop)"
-    assert (talk.now.messages, talk.now.draft) == ([], "hello")
+    assert (talk.now.turns.messages, talk.now.draft) == ((), "hello")
 
 
 def test_a_failed_answer_and_a_failed_engine() -> None:
@@ -313,6 +313,6 @@ def test_a_failed_answer_and_a_failed_engine() -> None:
     assert "out of memory" in talk("hello")
     talk.programs.fail = None
     assert talk("hello") == ""
-    talk.engine._driver._failure = "it is gone"
+    talk.engine._loaded.driver._failure = "it is gone"
     with pytest.raises(EngineError, match="it is gone"):
         talk("more")

@@ -316,20 +316,6 @@ def test_closing_ends_everything() -> None:
     assert engine.failure is None, "it was closed, and can still be asked"
 
 
-def test_asyncio_streams_run_side_by_side() -> None:
-    engine, _ = fake_engine(step_s=0.0005, max_batch=2)
-
-    async def ask(prompt: list[int]) -> list[int]:
-        stream = engine.astream(prompt, SamplingParams(max_tokens=12))
-        return [id async for chunk in stream for id in chunk.token_ids]
-
-    async def main() -> list[list[int]]:
-        return await asyncio.gather(*(ask([5 + i]) for i in range(7)))
-
-    assert asyncio.run(main()) == [continuation([5 + i], 12) for i in range(7)]
-    engine.close()
-
-
 def test_a_step_wakes_asyncio_once_for_all_requests() -> None:
     engine, programs = fake_engine(max_batch=4)
     woken: list[object] = []

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 SLOW = """
 import signal
 from mtpbuild.builder.cli import app
-from mtpbuild.runtime.engine import loaded
+from mtpbuild.runtime.engine import engine
 from tests.support.fakes import FakePrograms
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-loaded.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
+engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
 app()
 """
 

@@ -186,7 +186,7 @@ def test_a_name_of_an_engine_is_not_its_path(
 def test_files_are_checked(engine_dir: Path) -> None:
     weights = engine_dir / "weights.safetensors"
     weights.write_bytes(b"X" + weights.read_bytes()[1:])
-    says = r"bytes changed since the build .*; copy it again or"
+    says = r"differs from what the build wrote .*; copy it again or"
     with pytest.raises(EngineFileError, match=says):
         Engine.load(engine_dir)
     weights.write_bytes(b"X")

@@ -232,7 +232,7 @@ def test_closing_with_a_step_in_flight() -> None:
     engine.close()
     with pytest.raises(EngineError, match="was closed"):
         stream.result()
-    assert not hasattr(engine._loop, "programs")
+    assert not hasattr(engine._loaded.loop, "programs")
 
 
 def test_threads_share_an_engine() -> None:

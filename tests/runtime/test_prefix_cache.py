@@ -11,7 +11,7 @@ from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
-from mtpbuild.runtime.prefix_cache.tree import BLOCK, count_common
+from mtpbuild.runtime.prefix_cache.tree import BLOCK
 from tests.support.fakes import continuation, fake_engine, fake_manifest
 
 ROW = 4  # bytes
@@ -26,7 +26,7 @@ class Fakes:
         self.engine, self.programs = fake_engine(
             limit=rows * ROW, prefill_chunk=64, width=1, **sizes
         )
-        cache = self.engine._loop.prefix_cache
+        cache = self.engine._loaded.loop.prefix_cache
         assert cache is not None
         self.tree = cache.tree
 
@@ -82,23 +82,7 @@ def test_any_order_gives_each_prompt_its_own_tokens(
             got = stream.result()
             assert got.token_ids == continuation(prompt, len(got.token_ids))
             texts.append(prompt + got.token_ids)
-    own.engine._loop.step()
-    own.check()
-
-
-def test_48_conversations_of_4_turns_over_8_slots() -> None:
-    """Every later turn finds all of its last one, but for what is always filled in."""
-    own, turns, rng = Fakes(48 * 400, slots=8), 4, random.Random(0)
-    output: list[list[int]] = [[rng.randint(2, 99) for _ in range(40)] for _ in range(48)]
-    for turn in range(turns):
-        order = rng.sample(range(48), 48)
-        params = [SamplingParams(max_tokens=rng.randint(5, 40)) for _ in order]
-        results = own.engine.generate([output[c] for c in order], params)
-        for c, result in zip(order, results, strict=True):
-            assert result.token_ids == continuation(output[c], len(result.token_ids))
-            kept = len(output[c]) - 7 if turn else 0
-            assert result.metrics.cached_tokens >= kept, (turn, c)
-            output[c] = [*output[c], *result.token_ids, *(rng.randint(2, 99) for _ in range(5))]
+    own.engine._loaded.loop.step()
     own.check()
 
 
@@ -107,7 +91,7 @@ def test_prompts_that_begin_alike_share_their_blocks() -> None:
     system = [7 + n % 90 for n in range(3 * BLOCK + 1)]
     for n in range(10):
         own.engine.generate([*system, 100 + n, 5], ONE)
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert own.tree.used == ROW * (3 * BLOCK + 10 * 3)
     own.check()
 
@@ -141,19 +125,11 @@ def test_salts_keep_users_apart() -> None:
             SamplingParams(cache_salt=salt)
 
 
-def test_requests_that_run_share_no_rows_with_other_salts() -> None:
-    own = Fakes(0, slots=2)
-    prompt = list(range(10, 200))
-    params = [SamplingParams(max_tokens=30, cache_salt=salt) for salt in ("a", "b")]
-    results = own.engine.generate([prompt, prompt], params)
-    assert [r.metrics.cached_tokens for r in results] == [0, 0]
-
-
 def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
     own = Fakes(100, slots=1)
     for n in range(50):
         own.engine.generate([5] * 60, SamplingParams(max_tokens=1, cache_salt=str(n)))
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert len(own.tree.roots) <= 2
     own.check()
 
@@ -220,17 +196,6 @@ def test_a_conversation_fills_in_what_is_new() -> None:
     own.check()
 
 
-def test_a_prompt_that_is_shorter_than_what_was_said_leaves_it_there() -> None:
-    own, twenty = Fakes(1000), SamplingParams(max_tokens=20)
-    prompt = list(range(10, 30))
-    answer = own.engine.generate(prompt, twenty).token_ids
-    own.filled()
-    own.engine.generate(prompt, ONE)
-    assert own.filled() == 0
-    own.engine.generate([*prompt, *answer, 3], ONE)
-    assert own.filled() == 1
-
-
 def test_prompts_at_once_share_rows() -> None:
     """The second and third begin with what the first one has filled in, while it runs."""
     own, prompt = Fakes(1000, slots=3), list(range(10, 150))
@@ -253,10 +218,10 @@ def test_no_row_is_copied_twice() -> None:
     own.programs.save_rows = counting  # type: ignore[method-assign]
     prompt = [2 + n % 200 for n in range(3 * BLOCK + 10)]
     own.engine.generate(prompt, SamplingParams(max_tokens=20))
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert copied == [BLOCK, BLOCK, BLOCK, 9, 9 + 20]
     own.engine.generate(prompt, ONE)
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert len(copied) == 5
     nothing = Fakes(0)
     nothing.programs.save_rows = counting  # type: ignore[method-assign]
@@ -279,7 +244,7 @@ def test_rows_of_a_prompt_that_was_cancelled_count() -> None:
     own, prompt = Fakes(1000, slots=1), [2 + n % 200 for n in range(400)]
     stream = own.engine.stream(prompt, ONE)
     for _ in range(2):
-        own.engine._loop.step()
+        own.engine._loaded.loop.step()
     stream.cancel()
     assert own.filled() == 2 * BLOCK
     assert own.engine.generate(prompt, ONE).metrics.cached_tokens == 2 * BLOCK
@@ -292,26 +257,12 @@ def test_rows_that_are_not_finite_are_not_saved() -> None:
     own.programs.damage = prompt[70]
     stream = own.engine.stream(prompt[:180], ONE)
     for _ in range(2):
-        own.engine._loop.step()
+        own.engine._loaded.loop.step()
     assert own.tree.used == BLOCK * ROW
     with pytest.raises(NotFiniteError):
         stream.result()
-    own.engine._loop.step()
+    own.engine._loaded.loop.step()
     assert own.tree.used == 0
-
-
-def test_without_a_cache_nothing_is_saved() -> None:
-    own, programs = fake_engine()
-    for _ in range(2):
-        assert own.generate(list(range(10, 20)), ONE).metrics.cached_tokens == 0
-    assert own.stats.prefix_queries == 0
-    assert not programs.saved_rows
-
-
-def test_what_two_prompts_have_in_common() -> None:
-    assert count_common([1, 2, 3], [1, 2, 4]) == 2
-    assert count_common([1, 2], [1, 2, 4]) == 2
-    assert count_common([], [1]) == 0
 
 
 @pytest.mark.parametrize(

@@ -39,16 +39,6 @@ def test_a_built_engine_needs_neither_torch_nor_transformers(n3: Path) -> None:
     subprocess.run([sys.executable, "-c", RUN, str(n3)], check=True)
 
 
-def test_streams_make_up_the_result(n3: Path) -> None:
-    params = SamplingParams(max_tokens=64)
-    with Engine.load(n3) as engine:
-        result = engine.generate(PROMPT, params)
-        assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == result.text
-        whole = engine.encode(PROMPT) + result.token_ids
-        assert result.text
-    assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
-
-
 @pytest.mark.full
 def test_capacity_ends_a_request(n3: Path) -> None:
     with Engine.load(n3) as engine:

@@ -85,18 +85,18 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
     def load(*of: Any) -> Any:
         loaded.append(of)
 
-    small, large = make_services(engines, settings, load, 0.0).each
+    small, large = make_services(engines, settings, load, 0.0).all
     assert (small.settings.defaults["min_p"], large.settings.defaults["min_p"]) == (0, 0.5)
     assert large.settings.prefix_cache_dir == tmp_path / "rows" / "large"
     cards = make_services(engines, settings, load, 0.0).cards()
     assert [card["max_model_len"] for card in cards] == [40, 40]
     assert (small.model, small.is_loaded, small.ready) == ("small", False, True)
-    (only,) = make_services(read_engines(given[:1], None), settings, load, None).each
+    (only,) = make_services(read_engines(given[:1], None), settings, load, None).all
     assert only.settings.prefix_cache_dir == tmp_path / "rows"
     with pytest.raises(ApiError, match="being loaded"):
         _ = only.engine
     alike = dict.fromkeys(("x/y", "x_y", "..", "."), engines["small"])
-    folders = [s.settings.prefix_cache_dir for s in make_services(alike, settings, load, 0.0).each]
+    folders = [s.settings.prefix_cache_dir for s in make_services(alike, settings, load, 0.0).all]
     assert len(set(folders)) == 4
     assert all(f.resolve().parent == tmp_path / "rows" for f in folders if f is not None)
 

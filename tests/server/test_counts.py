@@ -16,7 +16,7 @@ from tests.support.served import ASK, HELLO, chat, events, metrics, saying, serv
 
 SAID = "<think>\nI think it.</think>\n\nIt is 5 größer 🙂.｜end｜"
 THOUGHT = "<think>\nI think it.</think>"
-TEXT, CHAT = CompletionBody(prompt="", logprobs=0), ChatBody(messages=[])
+TEXT, CHAT = CompletionBody(prompt="", logprobs=0), ChatBody(messages=[], logprobs=True)
 
 
 def thought_tokens() -> int:
@@ -127,18 +127,15 @@ def test_the_chosen_token_is_among_the_likeliest() -> None:
     first = TokenLogprobs(71, -0.5, ((71, -0.5), (72, -1.0)))
     tokenizer = fake_tokenizer()
     name = {id: tokenizer.text([id]) for id in (70, 71, 72)}
-    chat = ChatAnswer("m", CHAT, [], tokenizer)._make_logprobs([chosen, first])["content"]
-    assert [top["token"] for top in chat[0]["top_logprobs"]] == [name[71], name[72], name[70]]
-    assert [top["token"] for top in chat[1]["top_logprobs"]] == [name[71], name[72]]
-    told = CompletionAnswer("m", TEXT, [], tokenizer)._make_logprobs([chosen, first], [0, 1], 2)
-    assert told["top_logprobs"] == [
-        {name[70]: -5.0, name[71]: -0.5, name[72]: -1.0},
-        {name[71]: -0.5, name[72]: -1.0},
-    ]
-    bare = TokenLogprobs(70, -5.0, ())
-    assert (
-        ChatAnswer("m", CHAT, [], tokenizer)._make_logprobs([bare])["content"][0]["top_logprobs"]
-        == []
+
+    def logprobs(*tokens: TokenLogprobs) -> tuple[list[Any], Any]:
+        chat: Any = ChatAnswer("m", CHAT, [], tokenizer)._make_logprobs(tokens)
+        tops = [[top["token"] for top in entry["top_logprobs"]] for entry in chat["content"]]
+        text = CompletionAnswer("m", TEXT, [], tokenizer)
+        return tops, text._make_logprobs(tokens, range(len(tokens)), 2)["top_logprobs"]
+
+    assert logprobs(chosen, first) == (
+        [[name[71], name[72], name[70]], [name[71], name[72]]],
+        [{name[70]: -5.0, name[71]: -0.5, name[72]: -1.0}, {name[71]: -0.5, name[72]: -1.0}],
     )
-    told = CompletionAnswer("m", TEXT, [], tokenizer)._make_logprobs([bare], [0], 1)
-    assert told["top_logprobs"] == [{name[70]: -5.0}]
+    assert logprobs(TokenLogprobs(70, -5.0, ())) == ([[]], [{name[70]: -5.0}])

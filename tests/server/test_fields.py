@@ -17,7 +17,6 @@ from tests.support.served import (
     ASK,
     HELLO,
     TOOL_TEMPLATE,
-    TOOLS,
     chat,
     events,
     fails,
@@ -151,11 +150,6 @@ def test_stop_lists_have_an_end(client: httpx2.Client) -> None:
     assert client.post("/v1/completions", json=ASK | {"stop": stops[:64]}).status_code == 200
 
 
-def test_tools_without_a_parser(client: httpx2.Client) -> None:
-    response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
-    fails(response, 400, "tool_call_parser names one of deepseek_v3", "tools")
-
-
 def test_curl_needs_no_header(client: httpx2.Client) -> None:
     for headers in (FORM, {"Content-Type": "text/plain"}, {}):
         body = json.dumps(ASK).encode()
@@ -203,9 +197,7 @@ def test_small_routes() -> None:
 
 
 def test_tokens_of_a_text_and_back(client: httpx2.Client) -> None:
-    told = client.post("/tokenize", json={"prompt": "größer", "return_token_strs": True}).json()
-    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
-    assert (told["token_strs"][0], told["max_model_len"]) == ("<s>", 5000)
+    told = client.post("/tokenize", json={"prompt": "größer"}).json()
     bare = {"prompt": "größer", "add_special_tokens": False}
     assert client.post("/tokenize", json=bare).json()["tokens"] == told["tokens"][1:]
     back = client.post("/detokenize", json={"tokens": told["tokens"]}).json()

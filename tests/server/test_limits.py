@@ -23,7 +23,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.engine.loaded import Prompt
 from mtpbuild.runtime.requests.request import Chunk, Request, TokenLogprobs
 from mtpbuild.runtime.server.answers import AnswerChoice
-from mtpbuild.runtime.server.bodies import DEEPEST, MOST_LISTS, MOST_VALUES, read_json
+from mtpbuild.runtime.server.bodies import MAX_DEPTH, MAX_LISTS, MAX_VALUES, read_json
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
@@ -53,10 +53,10 @@ MEMORY = 200  # MB that a body may take
         (b"", "the body is not JSON: Expecting value"),
         ('{"a": 1}'.encode("utf-16"), "it must be UTF-8"),
         (b"\xff\xff\xff\xff", "the body is not JSON"),
-        (b"[" * 200 + b"]" * 200, f"nested deeper than {DEEPEST} levels"),
-        (b'{"a":' * 200, f"nested deeper than {DEEPEST} levels"),
-        (b"[" + b"0," * MOST_VALUES + b"0,0]", f"more than {MOST_VALUES} values"),
-        (b"[" + b"{}," * MOST_LISTS + b"{}]", f"more than {MOST_LISTS} lists"),
+        (b"[" * 200 + b"]" * 200, f"nested deeper than {MAX_DEPTH} levels"),
+        (b'{"a":' * 200, f"nested deeper than {MAX_DEPTH} levels"),
+        (b"[" + b"0," * MAX_VALUES + b"0,0]", f"more than {MAX_VALUES} values"),
+        (b"[" + b"{}," * MAX_LISTS + b"{}]", f"more than {MAX_LISTS} lists"),
     ],
 )
 def test_bodies_that_are_refused(raw: bytes, says: str) -> None:
@@ -69,7 +69,7 @@ def test_bodies_that_are_refused(raw: bytes, says: str) -> None:
 @pytest.mark.parametrize(
     "value",
     ["[" * 200_000, '\\"[{' * 100_000, ['"' * 300, "\\", "[" * 600_000, "\ud800"],
-     {"a": 10**308, "b": [1.5e300, -0.0, True, None]}, [[0]] * (MOST_LISTS - 1)],
+     {"a": 10**308, "b": [1.5e300, -0.0, True, None]}, [[0]] * (MAX_LISTS - 1)],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_bodies_that_are_read(value: Any) -> None:
@@ -132,6 +132,17 @@ def test_a_text_that_is_too_long_is_not_tokenised(client: httpx2.Client) -> None
     for name in ("stop", "bad_words"):
         body = ASK | {name: ["a" * 1025]}
         fails(client.post("/v1/completions", json=body), 400, " characters", name)
+
+
+def test_pieces_of_a_text_may_have_more_tokens_than_all_of_it() -> None:
+    class Sparse(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0] * (len(text) // 16 + 1)
+
+    tokenizer, text = Sparse(backend_tokenizer()), "a" * 3 * LONG
+    tokenizer.longest = 10**9
+    assert not tokenizer.exceeds(text, len(tokenizer.encode(text)))
+    assert tokenizer.exceeds(text, 1000)
 
 
 def test_an_event_costs_what_it_says() -> None:

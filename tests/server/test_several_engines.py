@@ -23,7 +23,7 @@ from mtpbuild.runtime.errors import StepError, UsageError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
 from mtpbuild.runtime.server.options import ServerOptions, parse_keep
-from mtpbuild.runtime.server.services import Services
+from mtpbuild.runtime.server.service import Services
 from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 from tests.support.live_server import Live, live_services, until
 from tests.support.served import ASK, HELLO, LONG, events, fails
@@ -89,7 +89,7 @@ def served_shelf(shelf: Shelf, watching: bool = True) -> Iterator[tuple[Live, ht
     with live_services(shelf.services()) as server, server.client() as client:
 
         async def watch() -> None:
-            every = [service.watch(0.01) for service in server.services.each if watching]
+            every = [service.watch(0.01) for service in server.services.all if watching]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*every)
 
@@ -359,7 +359,7 @@ def test_the_rows_of_all_are_forgotten() -> None:
 def test_a_line_about_memory() -> None:
     for memory, says in ((None, ""), (10**11, "; memory: 100.0 GB, all fit")):
         shelf = Shelf(memory=memory, size=2 * 10**9)
-        (first, *_) = shelf.services().each
+        (first, *_) = shelf.services().all
         assert isinstance(first, OnDemandService)
         assert first.memory.describe() == f"engines with prefix caches: a 2.0 GB, b 2.0 GB{says}"
 
@@ -422,7 +422,10 @@ def test_nothing_waits_for_ever_and_no_counter_falls() -> None:
 
     with served_shelf(shelf) as (server, client), ThreadPoolExecutor(16) as pool:
         run_state_machine_as_test(Requests, settings=FEW)
-    assert {name.partition("{")[0] for name in seen} >= {"vllm:generation_tokens_total"}
+        shelf.broken = set()
+        until(lambda: ask(client, "a").status_code == 200)  # an engine that was broken fails once
+        Requests().no_counter_falls()
+        assert {name.partition("{")[0] for name in seen} >= {"vllm:generation_tokens_total"}
 
 
 @pytest.mark.parametrize(

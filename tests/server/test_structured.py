@@ -488,7 +488,7 @@ def test_the_command_line(folder: Path, tmp_path: Path, engine: Engine) -> None:
     schema.write_text("{", encoding="utf-8")
     code, _, err = invoke(*run, schema, "--prompt", CODE)
     assert code == 2
-    assert f"--json-schema {schema}: not JSON" in err
+    assert f"--json-schema {schema} is not JSON" in err
     code, _, err = invoke(*run, tmp_path / "none.json", "--prompt", CODE)
     assert code == 2
     assert "can't be read" in err

@@ -4,6 +4,7 @@ Times are 0, and ids end in `#`.
 """
 
 import re
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.requests.request import TokenLogprobs
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
 from mtpbuild.runtime.server.answers import AnswerChoice
 from mtpbuild.runtime.server.completions import CompletionAnswer
 from mtpbuild.runtime.server.protocol import CompletionBody
@@ -155,6 +157,22 @@ def test_the_log_probabilities_of_a_prompt() -> None:
     two = {"logprob": -2.0, "rank": 2, "decoded_token": "b"}
     fields = answer.make_prompt_logprobs_field(choice)
     assert fields == {"prompt_logprobs": [None, {"66": one, "67": two}]}
+
+
+def test_the_times_of_an_answer() -> None:
+    drafts = replace(AcceptanceCounter(1).report(), num_spec_steps=3)
+    measured = RequestMetrics(2, 5, 0.25, 0.5, 10.0, drafts, queue_s=0.125, forced_tokens=3)
+    choice = AnswerChoice(0, [66], SamplingParams(), metrics=measured)
+    answer = CompletionAnswer("m", CompletionBody(prompt="a"), [choice])
+    assert answer.metrics() == {
+        "time_to_first_token_ms": 250.0,
+        "generation_time_ms": 2000.0,
+        "queue_time_ms": 125.0,
+        "mean_itl_ms": 1000.0,
+        "tokens_per_second": 10.0,
+        "forced_tokens": 3,
+        "speculative_decoding": asdict(drafts),
+    }
 
 
 def test_a_message() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.plan.plan import Nextn
-from mtpbuild.lab.bench.figures import NextnResult, make_rows
+from mtpbuild.lab.bench.figures import make_rows
 from mtpbuild.lab.bench.measure import Contender, Measurements
 from mtpbuild.lab.bench.report import Benchmark
+from mtpbuild.lab.eval.problems import GradedAnswer, Problem
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Prompt
 from mtpbuild.lab.measure.runs import TimedAnswer
@@ -67,15 +68,17 @@ def contender(nextn: int, **build: Any) -> Contender:
     return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
 
 
-def report_of(measured: dict[Nextn, Measurements], made: list[NextnResult]) -> Benchmark:
-    folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
-    settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
-    return Benchmark("fake", describe_machine(2), settings, folders, made, measured)
+def made_by_hand(concurrency: int = 1) -> Benchmark:
+    rows = make_rows([contender(0), contender(2)], by_hand())
+    folders: dict[Nextn, str] = {nextn: f"engines/fake_n{nextn}" for nextn in (0, 2)}
+    settings = {"concurrency": concurrency, "sampling": asdict(SamplingParams())}
+    return Benchmark("fake", describe_machine(2), settings | {"num_requests": 2}, folders, rows)
 
 
-def made_by_hand() -> Benchmark:
-    measured = by_hand()
-    return report_of(measured, make_rows([contender(0), contender(2)], measured))
+def graded_answers(form: str, texts: Sequence[str], times: list[float]) -> list[GradedAnswer]:
+    """Make an answer of each text to a problem whose right answer is 3."""
+    answers = [answer(form, times, [1, len(times) - 1]) for _ in texts]
+    return [GradedAnswer(Problem(a.prompt, "3"), t, a) for a, t in zip(answers, texts, strict=True)]
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> Path:

@@ -95,8 +95,8 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
         model.lm_head.weight[after] += strength * embedding
         for module in list(model.model.layers)[c.num_hidden_layers :]:
             assert isinstance(module, PlainMTPModule)
-            module.eh_proj.weight.normal_(std=0.1)
-            module.eh_proj.weight[:, : c.hidden_size] += torch.eye(c.hidden_size)
+            weight = module.get_parameter("eh_proj.weight").normal_(std=0.1)
+            weight[:, : c.hidden_size] += torch.eye(c.hidden_size)
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_(0.12)
@@ -153,7 +153,7 @@ def lower(reference: PlainLM, share: Share = WHOLE) -> CausalLM:
 
 def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
     """Make a program's weight from the checkpoint's tensors by name."""
-    slices = ([tensors[stored.name] for stored in group] for group in weight.groups)
+    slices = ([tensors[stored.name] for stored in group] for group in weight.slices_of_stored)
     return torch.cat([weight.transform(*each) for each in slices])
 
 

@@ -5,7 +5,7 @@ import struct
 import onnx
 from onnx import helper
 
-from mtpbuild.builder.targets.passes.chains import CHAIN
+from mtpbuild.builder.targets.onnxruntime.chains import CHAIN
 
 FLOATS = ("epsilon", "factor", "scale")  # attributes that a chain holds as their bits
 

@@ -99,28 +99,26 @@ def architecture(cubin: bytes) -> str:
     return f"sm_{int.from_bytes(cubin[48:52], 'little') >> shift & 0xFF}"
 
 
-def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
+def programs(model: str, parts: str, target: Any) -> Iterator[tuple[Any, Any]]:
     """Yield programs with their plans."""
 
     from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
     from mtpbuild.builder.models.common.weight import Share
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.targets.inductor import TARGET
     from mtpbuild.builder.weights.scheme import UNQUANTISED
     from mtpbuild.runtime.ranks import Ranks
     from tests.support.checkpoints import lower, make_model
 
     def plan_of(config: Any, ranks: Ranks) -> Plan:
-        style, gpus = TARGET.style(options, config), TARGET.compute_capabilities(None, options)  # type: ignore[arg-type]
         sizes = 3, "mtp-eagle", 1, SEQUENCE, CHUNK
-        return Plan(config, *sizes, style, ranks, gpus, options)
+        return Plan(config, *sizes, target.style, ranks, target.compute_capabilities(None))
 
     if model == "rank":
         whole = make_model(vocab_size=64, num_hidden_layers=1, num_nextn_predict_layers=1)
         ranks = Ranks(2, 2)
         lowered = lower(whole, Share(ranks, 1))
-        set_dtype(lowered, FLOATS[options.dtype], for_gpu=True)
+        set_dtype(lowered, FLOATS[target.dtype], for_gpu=True)
         plan = plan_of(whole.config, ranks)
         yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
         return
@@ -142,7 +140,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         counts = {"num_hidden_layers": dense + moe, "moe_layers": kinds}
         if hasattr(whole.config, "indexers"):
             counts["indexers"] = (True,) * (dense + moe)
-        return replace(whole, config=replace(whole.config, **counts), dtype=options.dtype)
+        return replace(whole, config=replace(whole.config, **counts), dtype=target.dtype)
 
     for name in parts.split(","):
         kind, steps, layers = name.partition("step of ")
@@ -172,13 +170,13 @@ def choosing(c: Any) -> Any:
     return DeepseekV32Config(**values, index_topk=32, index_n_heads=4, index_head_dim=16)
 
 
-def engine(model: str, folder: Path, options: Any) -> list[Path]:
+def engine(model: str, folder: Path, target: Any) -> list[Path]:
     """Build an engine of nextn 3; return its programs."""
-    from mtpbuild.builder.compiler.build import build
     from mtpbuild.builder.plan.request import BuildRequest
+    from tests.support.requests import build
 
-    output = {name: value for name, value in asdict(options).items() if value is not None}
-    request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=output)
+    flags = {name: value for name, value in asdict(target).items() if value is not None}
+    request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=flags)
     (built,) = build(request)
     return [built.folder / program.file for program in built.manifest.programs.values()]
 
@@ -192,12 +190,11 @@ def main(folder: Path, *cases: str) -> None:
     from torch._inductor.codecache import AotCodeCompiler
     from triton import knobs
 
-    from mtpbuild.builder.targets import lower_inductor
-    from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+    from mtpbuild.builder.targets.inductor import Inductor, lowering
     from mtpbuild.builder.weights.placed import ByteRange
 
     torch.set_num_threads(1)
-    lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # compiles faster
+    lowering.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # compiles faster
     wrappers, triton = list[str](), list[tuple[str, bool]]()
     whole: Any = torch._inductor.aot_compile
 
@@ -235,21 +232,21 @@ def main(folder: Path, *cases: str) -> None:
         if case == "--kernels-only":
             continue
         model, parts, gpu, dtype, *sums = case.split("/")
-        options = InductorOptions("cuda", dtype, gpu, *sums)
+        target = Inductor("cuda", dtype, gpu, *sums)
         if model not in ("small", "small-sparse", "rank", *SHARES):
-            for path in engine(model, folder, options):
+            for path in engine(model, folder, target):
                 tell(case, path)  # with the kernels of all its programs
             continue
         place = folder / case.replace("/", "_").replace(" ", "_")
         place.mkdir()
-        with TARGET.compiling():
-            for program, plan in programs(model, parts, options):
+        with target.compiling():
+            for program, plan in programs(model, parts, target):
                 names = (name for name, _ in program.module.named_parameters())
                 weights = {name.removeprefix("model."): ByteRange(0, 0) for name in names}
                 triton.clear()
-                traced, path = TARGET.trace(program, plan), place / f"{program.name}.pt2"
+                traced, path = target.trace(program, plan), place / f"{program.name}.pt2"
                 try:
-                    TARGET.lower(traced, weights, place)
+                    target.lower(traced, weights, place)
                 except Exception:
                     if not kernels_only or not wrappers:
                         raise

@@ -39,7 +39,7 @@ GPUS, TAKEN = "FAKE_GPUS", "FAKE_GPU_TAKEN"  # in the environment: how many; one
 
 
 def lower(traced: "TracedProgram", weights: "Mapping[str, ByteRange]", folder: Path) -> str:
-    from mtpbuild.builder.targets.lower_inductor import _write_constants
+    from mtpbuild.builder.targets.inductor.lowering import _write_constants
 
     file = f"{traced.name}.pt2"
     torch.export.save(traced.exported, folder / file)
@@ -152,7 +152,7 @@ def on_gpus() -> Iterator[None]:
 
     with (
         in_place_of_the_compiler(),
-        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
+        in_place_of("inductor", compute_capabilities=lambda request: ("9.0",)),
     ):
         yield
 

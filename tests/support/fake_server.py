@@ -10,8 +10,7 @@ import time
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, serve
-from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.services import Services
+from mtpbuild.runtime.server.service import Service, Services
 from tests.support.fakes import fake_engine
 
 LOADING, STEP, DRAIN = map(float, sys.argv[1:4])

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,33 +39,31 @@ def two_bytes(traced: TracedProgram, weights: Any, folder: Path) -> str:
     return f"{traced.name}.onnx"
 
 
-def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
-    """Make a target like the real one, except for some methods, which are given without `self`.
+def fake_target(real: Target, **replaced: Any) -> Target:
+    """Make a target like the real one, except for some methods, given without `self`, and values.
 
     It has the real one's module, as fingerprints have the code of that.
     """
-    methods: dict[str, Any] = {key: staticmethod(value) for key, value in replaced.items()}
-    methods["__module__"] = type(real).__module__
-    fake: Target = type("FakeTarget", (type(real),), methods)()
+    members = {key: staticmethod(v) if callable(v) else v for key, v in replaced.items()}
+    members["__module__"] = type(real).__module__
+    fake: Target = type("FakeTarget", (type(real),), members)()
     return fake
 
 
 @contextlib.contextmanager
-def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
+def in_place_of(name: str, **replaced: Any) -> Iterator[None]:
     """Put into the registry a target like the one of that name, except for some methods."""
     with registered(name, builder=fake_target(load_target(name), **replaced)):
         yield
 
 
-def quick_target(
-    name: str, **replaced: Callable[..., Any]
-) -> contextlib.AbstractContextManager[None]:
+def quick_target(name: str, **replaced: Any) -> contextlib.AbstractContextManager[None]:
     """Put a target in place whose programs are neither traced nor compiled.
 
     A build takes milliseconds, and everything around the compiler is real.
     """
-    methods: dict[str, Callable[..., Any]] = {"trace": no_trace, "lower": two_bytes}
-    methods["inexact"] = lambda files: "its graphs are two bytes"
+    methods: dict[str, Any] = {"trace": no_trace, "lower": two_bytes}
+    methods["explain_inexact"] = lambda files: "its graphs are two bytes"
     return in_place_of(name, **methods | replaced)
 
 

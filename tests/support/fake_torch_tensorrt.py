@@ -1,192 +1,54 @@
 """Fakes NVIDIA's packages for target tensorrt: TensorRT's module, Torch-TensorRT's and NCCL.
 
-`lower_tensorrt` runs on the fakes unchanged, with our converters of collectives, cache writes,
-quantised constants and sums. The resulting engine is a list of PyTorch calls (`fake_network.py`),
+The lowering runs on the fakes unchanged, with our converters of collectives, cache writes,
+quantised constants and sums. The resulting engine is a list of PyTorch calls (`fake_tensorrt.py`),
 which runs the ops' references in place of our kernels; `make test-tensorrt` checks the plugins.
 Ranks are real processes. Their collectives go over gloo and must match: number, place in the
 program, name, type and shape are the same on all ranks.
 """
 
 import contextlib
-import ctypes
 import hashlib
-import io
-import math
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch._dynamo  # must look for packages before they are replaced
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from mtpbuild.builder.graph.pipelines import TENSORRT
+from mtpbuild.builder.targets.tensorrt.pipeline import TENSORRT
 from mtpbuild.plugins import OPS
-from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
+from mtpbuild.runtime.group.communicator import UniqueId
 from mtpbuild.runtime.group.start import read_time_limit
 from mtpbuild.runtime.programs.tensorrt_api import make_error_logger
-from tests.support import fake_network, fake_tensorrt
 from tests.support.fake_cuda import FakeCuda
-from tests.support.fake_network import (
-    BITS,
-    TORCH,
+from tests.support.fake_tensorrt import (
+    NUMBERS,
     TYPES,
-    Choice,
-    Compiled,
     DataType,
-    IConstantLayer,
+    FakeTensorRt,
+    Flag,
     ITensor,
     LayerType,
-    Network,
     Sum,
     Weights,
-    compiled,
     name_of,
 )
-from tests.support.fake_tensorrt import Arrays, BuilderFlag, Context, Flag
 from tests.support.stand_ins import importing
 
 VERSION = "11.0.0.114"
 FUSED = "tensorrt::fused_nccl_all_reduce"
-NUMPY = {
-    **{DataType.FLOAT: np.float32, DataType.INT32: np.int32, DataType.INT64: np.int64},
-    DataType.BOOL: np.bool_,
-    DataType.INT8: np.uint8,
-}
 MISMATCH = "a collective does not match the other ranks'"
 
 
-class TimingCache:
-    def serialize(self) -> bytes:
-        return b"timings"
-
-
-class Config(fake_tensorrt.Config):
-    def create_timing_cache(self, data: bytes) -> TimingCache:
-        return TimingCache()
-
-    def set_timing_cache(self, cache: TimingCache, ignore: bool) -> bool:
-        return True
-
-    def get_timing_cache(self) -> TimingCache:
-        return TimingCache()
-
-
-class Builder(fake_tensorrt.Builder):
-    """Compiles a network for this GPU."""
-
-    network, config = Network, Config
-
-    def _compile(self, network: Network, config: Config) -> bytes:
-        self.trt.networks.append(network)
-        assert BuilderFlag.TF32 not in config.flags
-        return compiled(network, BuilderFlag.STRIP_PLAN in config.flags).to_bytes()
-
-
-class Engine(fake_tensorrt.Engine):
-    """A list of PyTorch calls, where TensorRT has kernels."""
-
-    def _open(self, stored: bytes) -> None:
-        self.done: Compiled = torch.load(io.BytesIO(stored), weights_only=False)
-        self.inputs, self.outputs = (
-            {name: (dtype, shape) for name, (_, dtype, shape) in side.items()}
-            for side in (self.done.inputs, self.done.outputs)
-        )
-        self.aliases, self.stripped = self.done.aliases, self.done.stripped
-
-    def host_dtype(self, name: str) -> np.dtype[Any]:
-        dtype = self.get_tensor_dtype(name)
-        return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(self.trt.nptype(dtype))
-
-    def run(self, feed: Arrays, total: Sum | None = None) -> list[np.ndarray[Any, Any]]:
-        assert not self.stripped, "its weights were put back"
-        given = {
-            name: torch.from_numpy(array).view(TORCH[self.get_tensor_dtype(name)])
-            for name, array in feed.items()
-        }
-        with torch.no_grad():
-            results = self.done.run(given, total)
-        outputs = []
-        for (name, (dtype, shape)), result in zip(self.outputs.items(), results, strict=True):
-            assert result.dtype == TORCH[dtype], f"{name} is {result.dtype}"
-            assert len(result.shape) == len(shape)
-            assert all(n in (-1, m) for n, m in zip(shape, result.shape, strict=True)), name
-            bits = result.view(torch.uint16) if dtype == DataType.BF16 else result
-            outputs.append(bits.contiguous().numpy())
-        return outputs
-
-
-class RankContext(Context):
-    """A context whose engine's collectives run in a given communicator."""
-
-    total: Sum | None = None
-
-    def set_communicator(self, capsule: object) -> bool:
-        pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        self.total = self.engine.trt.nccl.sums[pointer(capsule, CAPSULE)]
-        return True
-
-    def results(self, feed: Arrays) -> Any:
-        return self.engine.run(feed, self.total)
-
-
-class Refitter(fake_tensorrt.Refitter):
-    """Restores weights by the names that `set_weights_name` gave."""
-
-    def get_weights_prototype(self, name: str) -> Any:
-        _, dtype, shape = self.engine.stripped[name]
-        count = math.prod(shape) * (8 // BITS.get(dtype, 8))
-        return SimpleNamespace(dtype=dtype, size=count, nbytes=Weights(dtype, 0, count).nbytes)
-
-    def set_named_weights(self, name: str, weights: Any) -> bool:
-        _, dtype, shape = self.engine.stripped[name]
-        if not isinstance(weights, Weights):
-            kind = TYPES[torch.from_numpy(np.zeros(0, weights.dtype)).dtype]
-            weights = Weights(kind, weights.ctypes.data, weights.size)
-        if (weights.dtype, weights.nbytes) != (dtype, self.get_weights_prototype(name).nbytes):
-            return False
-        raw = (ctypes.c_uint8 * weights.nbytes).from_address(weights.address)
-        held = torch.frombuffer(raw, dtype=torch.uint8).clone()
-        self.given[name] = held.view(TORCH.get(dtype, torch.uint8)).view(shape)
-        return True
-
-    def refit_cuda_engine(self) -> bool:
-        for name, (numbers, _, _) in self.engine.stripped.items():
-            self.engine.done.constants.update(dict.fromkeys(numbers, self.given[name]))
-        self.engine.stripped = {}
-        return True
-
-
-class FakeDataCentre(fake_tensorrt.FakeTensorRt):
-    """A stand-in for `tensorrt`; `networks` are the compiled ones."""
-
-    ITensor, IConstantLayer, Weights, LayerType = ITensor, IConstantLayer, Weights, LayerType
-    DataType: Any = DataType
-    float32, bfloat16, int32 = DataType.FLOAT, DataType.BF16, DataType.INT32
-    int64, bool, fp8, fp4 = DataType.INT64, DataType.BOOL, DataType.FP8, DataType.FP4
-    int8 = DataType.INT8
-    CumulativeOperation = ReduceOperation = CollectiveOperation = Choice
-    GatherMode = KVCacheMode = TopKOperation = Choice
-    ProfilingVerbosity = SimpleNamespace(DETAILED=2)
-    PreviewFeature = SimpleNamespace()
-    builder, engine, context, refitter = Builder, Engine, RankContext, Refitter
-
-    def __init__(self, gpu: FakeCuda | None = None, nccl: "FakeNccl | None" = None) -> None:
-        super().__init__(gpu, VERSION)
-        self.nccl, self.networks = nccl or FakeNccl(), list[Network]()
-
-    @staticmethod
-    def nptype(dtype: Any) -> Any:
-        """Return NumPy's type, where it has one."""
-        if dtype not in NUMPY:
-            raise TypeError(f"NumPy has no {dtype.name}")
-        return NUMPY[dtype]
+def data_centre(gpu: FakeCuda | None = None, nccl: "FakeNccl | None" = None) -> FakeTensorRt:
+    """Make a stand-in for `tensorrt`."""
+    return FakeTensorRt(gpu, VERSION, nccl or FakeNccl())
 
 
 class FakeNccl:
@@ -256,7 +118,7 @@ PLUGINS = {OPS[name]._opoverload for name, file in TENSORRT.facets.items() if fi
 class TRTInterpreter(Interpreter):
     """A stand-in for Torch-TensorRT's: each operator becomes layers, by a converter or as it is."""
 
-    trt: FakeDataCentre
+    trt: FakeTensorRt
     converters: dict[Any, Callable[..., Any]]
 
     def __init__(self, module: GraphModule, inputs: list[Any], compilation_settings: Any) -> None:
@@ -292,7 +154,7 @@ class TRTInterpreter(Interpreter):
             for layer in net.layers[before:]:
                 layer.name = layer.name or node.name
             return result
-        if all(isinstance(each, int) for each in args) and target in fake_network.NUMBERS.values():
+        if all(isinstance(each, int) for each in args) and target in NUMBERS.values():
             return target(*args)
         if getattr(target, "__name__", "") == "getitem":
             return args[0][args[1]]
@@ -358,7 +220,7 @@ class Input:
         self.shape = tuple(n if n == m else -1 for n, m in zip(least, most, strict=True))
 
 
-def modules(trt: FakeDataCentre) -> dict[str, Any]:
+def modules(trt: FakeTensorRt) -> dict[str, Any]:
     """Return the modules by name, for `importing`."""
     converters = dict[Any, Callable[..., Any]]()
 
@@ -400,11 +262,11 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def installed(trt: FakeDataCentre) -> Iterator[None]:
+def installed(trt: FakeTensorRt) -> Iterator[None]:
     """Lets this process build and run with the fakes."""
-    from mtpbuild.builder.targets import lower_tensorrt
+    from mtpbuild.builder.targets.tensorrt import lowering
 
-    caches = lower_tensorrt.torch_tensorrt, lower_tensorrt._make_interpreter_class
+    caches = lowering.torch_tensorrt, lowering._make_interpreter_class
     for cache in caches:
         cache.cache_clear()
     os.environ.setdefault("XDG_CACHE_HOME", "/nonexistent")

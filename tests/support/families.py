@@ -172,13 +172,10 @@ def spread(model: PlainCausalLM) -> None:
     if not c.tie_word_embeddings:
         model.lm_head.weight[torch.randperm(c.vocab_size)] += embedding
     for k in range(1, c.num_nextn_predict_layers + 1):
-        module = model.module(k)
-        names = ("input_proj", "eh_proj", "fc")
-        joined = next(getattr(module, name) for name in names if hasattr(module, name))
-        assert isinstance(joined, nn.Linear)
-        joined.weight.normal_(std=0.3 if isinstance(c, Qwen35Config) else 0.1)
+        weight = model.module(k).get_parameter(f"{c.module_names.input_proj}.weight")
+        weight.normal_(std=0.3 if isinstance(c, Qwen35Config) else 0.1)
         half = c.hidden_size if c.mtp.hidden_first else 0
-        joined.weight[:, half : half + c.hidden_size] += torch.eye(c.hidden_size)
+        weight[:, half : half + c.hidden_size] += torch.eye(c.hidden_size)
 
 
 def make_config(name: str, **overrides: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.graph.pipelines import INDUCTOR_CUDA, PLAIN
+from mtpbuild.builder.graph.pipeline import TRACED_THROUGH
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
@@ -17,8 +17,10 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import TracedProgram, trace
-from mtpbuild.builder.targets.passes import gpu_graph, run_passes
-from mtpbuild.builder.targets.passes.in_place import update_in_place
+from mtpbuild.builder.targets.inductor import gpu_passes
+from mtpbuild.builder.targets.inductor.in_place import update_in_place
+from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
+from mtpbuild.builder.targets.passes import run_passes
 from mtpbuild.builder.weights.table import choose_formats, make_family_table
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.families import make_family
@@ -44,8 +46,8 @@ def with_joined(reference: PlainDeepseek) -> DeepseekV3:
 def with_kernels(traced: TracedProgram) -> ExportedProgram:
     """Return the program as a GPU gets it, with tensors on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_graph, "DEVICE", "cpu")
-        passes = [p for p in INDUCTOR_CUDA.lowered_passes if p.file == "gpu_graph"]
+        patch.setattr(gpu_passes, "DEVICE", "cpu")
+        passes = [p for p in INDUCTOR_CUDA.lowered_passes if p.module == gpu_passes.__name__]
         lowered: ExportedProgram = run_passes(passes, traced.exported, traced)
     return lowered
 
@@ -62,7 +64,7 @@ def check_step(
 
     idle: also compare the idle slot's results, which nobody reads. rows: committed at first.
     """
-    plain = replace(plan, style=replace(plan.style, pipeline=PLAIN))
+    plain = replace(plan, style=replace(plan.style, pipeline=TRACED_THROUGH))
     program = make_programs(plain, model)[1]
     state = begin(plan, rows)
     expected = {name: tensor.clone() for name, tensor in state.items()}

@@ -12,7 +12,7 @@ import pytest
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.program.trace import TracedProgram
-from mtpbuild.builder.targets import lower_inductor
+from mtpbuild.builder.targets.inductor import lowering
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.controls import StepControls
 from tests.reference.recompute import greedy
@@ -56,7 +56,7 @@ def controls(params: SamplingParams) -> StepControls:
 def compiled_with(option: str, value: str) -> Iterator[None]:
     """Give AOTInductor another option in place of target inductor's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(lower_inductor.OPTIONS, option, value)
+        patch.setitem(lowering.OPTIONS, option, value)
         yield
 
 

@@ -15,8 +15,7 @@ import httpx2
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
-from mtpbuild.runtime.server.service import Service
-from mtpbuild.runtime.server.services import Services
+from mtpbuild.runtime.server.service import Service, Services
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -33,7 +32,7 @@ class Live:
     @property
     def service(self) -> Service:
         """The first service."""
-        return self.services.each[0]
+        return self.services.all[0]
 
     def client(self, **settings: object) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **settings)  # type: ignore[arg-type]

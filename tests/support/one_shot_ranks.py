@@ -24,13 +24,13 @@ from torch import Tensor
 
 from mtpbuild.plugins.sum_of_ranks import triton as correct
 from mtpbuild.runtime.contract.sums import BYTES, CALLS, PROGRAMS, RANKS
-from mtpbuild.runtime.group.one_shot import release
+from mtpbuild.runtime.group.nccl import release
 from tests.support.scripts import load_script
 
 SIZES = (5, 2048, 4097, 1, 70, 1024)  # of tensors, in turn
 DTYPES = (torch.float32, torch.bfloat16)
 WAITS = "while behind(heard, call, other < RANKS):\n        pass"
-WRITES = "    tl.store(tl.multiple_of((own + block).to(kind), 16) + value, given, there)\n"
+WRITES = "    tl.store(tl.multiple_of((memory + block).to(kind), 16) + value, values, there)\n"
 BEHIND = "    tl.debug_barrier()  # no thread reads before all signals have arrived\n"
 MISTAKES = {
     "waits for nobody": [(WAITS, "behind(heard, call, other < RANKS)")],

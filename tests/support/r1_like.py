@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.weights.scheme import SCHEMES
 from tests.support.bfloat16 import rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.requests import quantize
 
 # Eight ranks can share it: each part splits into blocks of 16
 SHAPE: dict[str, Any] = {

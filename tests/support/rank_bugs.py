@@ -15,8 +15,7 @@ from mtpbuild.runtime.contract.programs import MIXED, PLAIN
 from mtpbuild.runtime.gpu.torch_cuda import Work
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.host_slots import HostSlots
-from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, CudaRankPrograms
 
 BUG = "FAKE_GPU_BUG"
 

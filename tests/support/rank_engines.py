@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compiler.build import BuiltEngine, build
+from mtpbuild.builder.compiler.build import BuiltEngine
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT, start_ranks
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "num_hidden_layers": 1, "first_k_dense_replace": 0,

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.layers import (
     State,
 )
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.weight import Share, Stored, Weight, product, vector
+from mtpbuild.builder.models.common.weight import Share, StoredTensor, Weight, product, vector
 from mtpbuild.builder.models.family import Recurrent
 from mtpbuild.runtime.ranks import Ranks
 from tests.support import toy_family
@@ -79,7 +79,7 @@ def weight_table(c: SummingConfig, share: Share) -> list[Weight]:
     for i in SUMMING:
         at, to = f"model.layers.{i}", f"layers.{i}"
         table.append(vector(to, at, "norm.weight", E))
-        table.append(product(f"{to}.proj", Stored(f"{at}.proj.weight", (E, E))))
+        table.append(product(f"{to}.proj", StoredTensor(f"{at}.proj.weight", (E, E))))
     return table
 
 

@@ -34,6 +34,16 @@ class TerminalRunner(CliRunner):
             yield streams
 
 
+class ScreenRunner(CliRunner):
+    """A runner whose command prints on a terminal."""
+
+    @contextlib.contextmanager
+    def isolation(self, *args: Any, **options: Any) -> Iterator[Any]:
+        with super().isolation(*args, **options) as streams:
+            sys.stdout.isatty = lambda: True  # type: ignore[method-assign]
+            yield streams
+
+
 def call(*args: object, input: str | bytes | None = None) -> Result:
     """Run a command; `input` is piped in."""
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)

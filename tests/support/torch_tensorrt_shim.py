@@ -87,22 +87,20 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.program.engine_weights import EngineWeights
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.targets import lower_tensorrt
-    from mtpbuild.builder.targets.tensorrt import TARGET
-    from mtpbuild.builder.targets.trt_compile import find_timing_cache
+    from mtpbuild.builder.targets.tensorrt import TensorRt, lowering
+    from mtpbuild.builder.targets.tensorrt.compiling import find_timing_cache
     from tests.support.opened import opened
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
-    options = TARGET.Options(dtype="float32", strip_weights=True)
+    target = TensorRt(dtype="float32", strip_weights=True)
     plan = Plan(
         config,
         *(nextn, "mtp-vanilla", 2, 1100, 4),
-        TARGET.style(options, config),
+        target.style,
         compute_capabilities=("12.0",),
-        options=options,
     )
-    assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
+    assert not list(lowering.list_missing_packages()), "all but a GPU is here"
     source = opened(folder, config, **vars(plan.style))
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
@@ -110,8 +108,8 @@ def listing(folder: Path) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = folder_name
         places = EngineWeights(source).write(out, siblings=out / "none").places
         for program in make_programs(plan, source.model):
-            traced = TARGET.trace(program, plan)
-            file = TARGET.lower(traced, places, out)
+            traced = target.trace(program, plan)
+            file = target.lower(traced, places, out)
             constants = load_file(out / f"{program.name}.constants.safetensors").keys()
             weights = sorted(named - constants)
             assert constants <= named
@@ -143,8 +141,8 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.plan.recipe import find_recipe
     from mtpbuild.builder.program.opened_model import make_model
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.targets.lower_tensorrt import convert
-    from mtpbuild.builder.targets.tensorrt import TARGET
+    from mtpbuild.builder.targets.tensorrt import TensorRt
+    from mtpbuild.builder.targets.tensorrt.lowering import convert
     from mtpbuild.builder.weights.quantised_view import format_by
     from mtpbuild.builder.weights.scheme import SCHEMES
     from mtpbuild.builder.weights.table import choose_formats, make_family_table
@@ -153,19 +151,19 @@ def r1_listing(name: str) -> dict[str, Any]:
     recipe = find_recipe(name)
     assert recipe is not None
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
-    style = TARGET.style(TARGET.Options(dtype="float32"), config)
-    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
+    target = TensorRt(dtype="float32")
+    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, target.style, Ranks(8), ("10.0",))
     scheme = SCHEMES[recipe.layout]
     table = make_family_table(config, plan.ranks)
-    table = choose_formats(table, lambda stored: format_by(scheme, config, stored), style)
-    model = make_model(table, style, "cpu")
+    table = choose_formats(table, lambda stored: format_by(scheme, config, stored), target.style)
+    model = make_model(table, target.style, "cpu")
     weights = {
         name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
         for name, weight in model.named_parameters()
     }
     found: dict[str, Any] = {}
     for program in make_programs(plan, model):
-        interpreter = convert(TARGET.trace(program, plan), weights)  # holds the network's constants
+        interpreter = convert(target.trace(program, plan), weights)  # holds the network's constants
         network = interpreter.ctx.net
         found[program.name] = describe(trt, network) | {
             "totals": totals(trt, network),

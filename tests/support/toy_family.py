@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.layers import (
 )
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.weight import Share, Stored, Weight, mlp, product, vector
+from mtpbuild.builder.models.common.weight import Share, StoredTensor, Weight, mlp, product, vector
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import Family
 from mtpbuild.runtime.ranks import Ranks
@@ -100,7 +100,7 @@ class Toy(CausalLM):
 
 def weight_table(c: ToyConfig, share: Share) -> list[Weight]:
     E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
-    table = [Weight("embed_tokens", (Stored("model.embed_tokens.weight", (V, E), axis=0),))]
+    table = [Weight("embed_tokens", (StoredTensor("model.embed_tokens.weight", (V, E), axis=0),))]
     for i in range(L):
         table += layer_weights(c, f"model.layers.{i}", f"layers.{i}")
     table.append(vector("norm", "model.norm", "weight", E))
@@ -108,9 +108,11 @@ def weight_table(c: ToyConfig, share: Share) -> list[Weight]:
         at, to = f"model.layers.{L + j}", f"mtp.{j}"
         for norm in ("enorm", "hnorm", "shared_head.norm"):
             table.append(vector(to, at, f"{norm}.weight", E))
-        table.append(product(f"{to}.eh_proj", Stored(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)))
+        table.append(
+            product(f"{to}.eh_proj", StoredTensor(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
+        )
         table += layer_weights(c, at, to)
-    table.append(product("lm_head", Stored("lm_head.weight", (V, E), axis=0)))
+    table.append(product("lm_head", StoredTensor("lm_head.weight", (V, E), axis=0)))
     return table
 
 
@@ -120,9 +122,11 @@ def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
     heads["v"] = heads["k"]
     yield vector(to, at, "input_layernorm.weight", E)
     yield vector(to, at, "post_attention_layernorm.weight", E)
-    qkv = (Stored(f"{at}.self_attn.{n}_proj.weight", (r, E), axis=0) for n, r in heads.items())
+    qkv = (
+        StoredTensor(f"{at}.self_attn.{n}_proj.weight", (r, E), axis=0) for n, r in heads.items()
+    )
     yield product(f"{to}.self_attn.qkv_proj", *qkv)
-    o_proj = Stored(f"{at}.self_attn.o_proj.weight", (E, rows), axis=1)
+    o_proj = StoredTensor(f"{at}.self_attn.o_proj.weight", (E, rows), axis=1)
     yield product(f"{to}.self_attn.o_proj", o_proj)
     yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
 

@@ -1,6 +1,5 @@
 """Makes a small checkpoint like DeepSeek-R1's in nvfp4; helpers for engines of its ranks."""
 
-import io
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,16 +10,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.compiler.job import prepare
 from mtpbuild.builder.compiler.manifest_of import describe_files
-from mtpbuild.builder.compiler.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.compiler.plans import plan_engines
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, name_rank, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import make_predictable, save_checkpoint
-from tests.support.requests import build_request
+from tests.support.fake_tensorrt import Engine
+from tests.support.requests import build_request, quantize
 
 Calls: TypeAlias = list[Any]  # of a fake engine
 Alteration: TypeAlias = Callable[[Calls], Calls]
@@ -45,9 +45,9 @@ def r1_like(folder: Path) -> Path:
 def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
     """Return the programs of one rank's engine, which run eagerly with that engine's weights."""
     request = build_request(checkpoint, (nextn,), target="tensorrt", **SMALL_STEPS)
-    job = prepare(replace(request, dry_run=True))
-    (plan,) = job.plans.values()
-    source = job.open_model()
+    plans = plan_engines(replace(request, dry_run=True))
+    (plan,) = plans.engines.values()
+    source = plans.open_model()
     EngineWeights(source).write(folder, None)
     source.model.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
     return EagerPrograms(plan, source.model)
@@ -72,10 +72,9 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
     copy = shutil.copytree(engine, to)
     folder = copy / name_rank(rank)
     path = folder / f"{program}.engine"
-    header, _, stored = path.read_bytes().partition(b"\n")
-    done = torch.load(io.BytesIO(stored), weights_only=False)
-    done.calls = alter(done.calls)
-    path.write_bytes(header + b"\n" + done.to_bytes())
+    program_engine: Engine = torch.load(path, weights_only=False)
+    program_engine.calls = alter(program_engine.calls)
+    path.write_bytes(program_engine.to_bytes())
     manifest = read_manifest(folder)
     files = describe_files(folder, {})
     text = manifest.model_copy(update={"files": files}).to_json()

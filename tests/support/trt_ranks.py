@@ -18,7 +18,8 @@ from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import follow, tensorrt
 from tests.support.fake_cuda import FakeCuda
-from tests.support.fake_torch_tensorrt import FakeDataCentre, FakeNccl, installed
+from tests.support.fake_tensorrt import FakeTensorRt
+from tests.support.fake_torch_tensorrt import FakeNccl, data_centre, installed
 from tests.support.registry import registered
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +27,10 @@ GPUS = "FAKE_GPUS"  # environment variable: how many GPUs there are
 BUSY = 2  # how often a GPU reports to be busy before it is done
 
 
-def fake() -> FakeDataCentre:
+def fake() -> FakeTensorRt:
     """Make one process's TensorRT, on its GPU, with its end of NCCL."""
     gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
-    return FakeDataCentre(gpu, FakeNccl())
+    return data_centre(gpu, FakeNccl())
 
 
 visible_gpus = tensorrt.visible_gpus
@@ -40,12 +41,12 @@ def load(
 ) -> Programs:
     """Stands in for target tensorrt's `load`."""
     trt = sys.modules["tensorrt"]
-    assert isinstance(trt, FakeDataCentre)
+    assert isinstance(trt, FakeTensorRt)
     return tensorrt.load(folder, manifest, threads, channel, nccl=lambda: trt.nccl)
 
 
 @contextlib.contextmanager
-def machine() -> Iterator[FakeDataCentre]:
+def machine() -> Iterator[FakeTensorRt]:
     """Lets this process build and load engines on fakes."""
     trt = fake()
     with installed(trt), registered("tensorrt", programs=__name__):
@@ -53,7 +54,7 @@ def machine() -> Iterator[FakeDataCentre]:
 
 
 @contextlib.contextmanager
-def used() -> Iterator[FakeDataCentre]:
+def used() -> Iterator[FakeTensorRt]:
     """Do the same in the processes that this one starts."""
     torch.set_num_threads(1)
     with machine() as trt, pytest.MonkeyPatch.context() as patch:

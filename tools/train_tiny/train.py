@@ -40,8 +40,7 @@ from data import (
     reasoning_documents,
 )
 from mtpbuild.builder.models import find_family_of, load_config
-from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainRouter
-from mtpbuild.builder.models.qwen3_5.reference import PlainUnitRMSNorm
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainRMSNorm, PlainRouter
 from mtpbuild.lab.tune.chains import run_chain
 from muon import Optimizer
 from problems import training_problems
@@ -95,7 +94,7 @@ def initialise(plain: PlainCausalLM) -> None:
             nn.init.normal_(weight, std=0.2)
             weight.data[..., -1] += 1
     for part in plain.modules():
-        if isinstance(part, PlainUnitRMSNorm):
+        if isinstance(part, PlainRMSNorm) and part.minus_one:
             nn.init.zeros_(part.weight)
 
 

@@ -34,7 +34,8 @@ class PackedWeight(nn.Module):
         if format is None:
             self.values = parameter(*stack, panels(self.outputs), inputs, PANEL)
             return
-        count, blocks = panels(self.outputs), inputs // BLOCK
+        count = panels(self.outputs)
+        blocks = inputs // BLOCK
         width = PANEL * BLOCK * format.bits // 8
         eights = format.eights if isinstance(format, MixedIntegers) else 0  # last ones of int4
         self.values = parameter(*stack, count + panels(eights), blocks, width, dtype=torch.uint8)
@@ -138,7 +139,8 @@ class ScaledWeight(nn.Module):
 
 def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Module:
     """Return a module that holds a weight as the engine does, to replace the parameter."""
-    format, shape = weight.format, tuple(parameter.shape)
+    format = weight.format
+    shape = tuple(parameter.shape)
     *stack, inputs, outputs = shape
     if weight.layout is Layout.ROWS:
         return ExpertRows(parameter)
@@ -152,7 +154,7 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     if weight.looked_up:  # its rows are tokens
         return EmbeddingBlocks(inputs, outputs)
     return ScaledWeight(
-        shape, weight.scale_group(share), format.shape_second_scales(shape, weight.joined)
+        shape, weight.scale_group(share), format.shape_second_scales(shape, weight.concat_axis)
     )
 
 
@@ -185,7 +187,7 @@ def weigh_chosen(
         weighed: Callable[..., Tensor] = gate_up.weighed
         return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | ScaledWeight)
-    flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
+    flat = (operand.flatten(0, -2) for operand in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = map(split_parts, (gate_up, down))
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 

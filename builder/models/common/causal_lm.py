@@ -27,7 +27,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
 # (this rank's logits, its number, the number of ranks) -> a tensor that is equal on all ranks.
-Join = Callable[[Tensor, Tensor, int], Tensor]
+GatherLogits = Callable[[Tensor, Tensor, int], Tensor]
 MASKED_LOGIT = -1e30  # finite, so that it may be divided by a temperature
 
 
@@ -78,8 +78,8 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
-        own = self.lm_head if self.embed_tokens is None else self.embed_tokens
-        table = own if table is None else table
+        default = self.lm_head if self.embed_tokens is None else self.embed_tokens
+        table = default if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
         rows = table.shape[0]
@@ -95,7 +95,8 @@ class CausalLM(nn.Module):
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
-        layer, name = self.layers[last], name_layer_rows(last)
+        layer = self.layers[last]
+        name = name_layer_rows(last)
         if not isinstance(layer, DecoderLayer):
             return self(tokens, state, rows)[1]
         x, updates = self.run_layers(range(last), self.embed(tokens), state, rows)
@@ -108,7 +109,8 @@ class CausalLM(nn.Module):
         """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
         updates = StateUpdates()
         for i in layers:
-            layer, name = self.layers[i], name_layer_rows(i)
+            layer = self.layers[i]
+            name = name_layer_rows(i)
             if isinstance(layer, RecurrentLayer):
                 old = {
                     key: zero_new_slots(state[name_layer_state(key, i)], rows)
@@ -125,16 +127,16 @@ class CausalLM(nn.Module):
         names = map(name_layer_rows, range(len(self.layers)))
         return next(state[name].shape[2] for name in names if name in state)
 
-    def logits(self, hidden: Tensor, join: Join = all_gather) -> Tensor:
+    def logits(self, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
         """Return the trunk's logits [B, T, V] of the result of `forward`.
 
-        join: replaces the gathering of several ranks' parts.
+        gather: how to collect the parts of several ranks.
         """
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
-        return self.head(hidden, self.lm_head, join)
+        return self.head(hidden, self.lm_head, gather)
 
-    def find_kernel_weights(self) -> dict[str, nn.Parameter]:
+    def weights_read_by_kernels(self) -> dict[str, nn.Parameter]:
         """Return the weights that our kernels read on a GPU: experts, and heads in bf16."""
         experts = self._list_prefixes_of("by_kernels")
         return {
@@ -144,15 +146,19 @@ class CausalLM(nn.Module):
             or (name.endswith("_head") and weight.dtype == torch.bfloat16)
         }
 
-    def step_weights(self, *, few_tokens: bool) -> dict[str, nn.Parameter]:
+    def weights_read_by_step_kernels(self, *, few_tokens: bool) -> dict[str, nn.Parameter]:
         """Return the weights that our kernels read in steps, and PyTorch's operators in prompts.
 
         few_tokens: whether a step has few enough for the kernels of quantised and gated products.
         """
         names = self._list_prefixes_of("by_fused_kernels")
         names += self._list_prefixes_of("by_kernel_of_few") if few_tokens else ()
-        always, all_weights = self.find_kernel_weights(), self.named_parameters()
-        return {n: w for n, w in all_weights if f"{n}.".startswith(names) and n not in always}
+        others = self.weights_read_by_kernels()
+        return {
+            name: weight
+            for name, weight in self.named_parameters()
+            if f"{name}.".startswith(names) and name not in others
+        }
 
     def _list_prefixes_of(self, attribute: str) -> tuple[str, ...]:
         """Return the name prefixes of the parameters that modules list in an attribute."""
@@ -165,9 +171,9 @@ class CausalLM(nn.Module):
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
         """Return the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)
-        return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
+        return module.combine_inputs(self.embed(tokens, module.embed_tokens), hidden, rows)
 
-    def draft_logits(self, j: int, hidden: Tensor, join: Join = all_gather) -> Tensor:
+    def draft_logits(self, j: int, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
         """Return the logits [B, T, V] of the output of module j.
 
         With a reduced draft vocabulary the head has only its rows; other tokens are never drafted.
@@ -175,19 +181,19 @@ class CausalLM(nn.Module):
         module = self.module(j)
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
-        logits = self.head(module.compute_head_input(hidden), head, join)
+        logits = self.head(module.compute_head_input(hidden), head, gather)
         if self.draft_head is None:
             return logits
         every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), MASKED_LOGIT)
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
-    def head(self, hidden: Tensor, weight: Tensor, join: Join) -> Tensor:
+    def head(self, hidden: Tensor, weight: Tensor, gather: GatherLogits) -> Tensor:
         """Return logits in fp32 even with a head in bf16, as logits rounded to bf16 would tie."""
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
-        return logits if self.ranks.parts == 1 else join(logits, self.rank, self.ranks.parts)
+        return logits if self.ranks.parts == 1 else gather(logits, self.rank, self.ranks.parts)
 
 
 def hold_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None:

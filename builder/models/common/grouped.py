@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, Positions, RMSNorm
+from mtpbuild.builder.models.common.moe import feed_forward
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows, grouped_rows_write
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 Gates = Sequence[Tensor]  # none, or one [B, T, H D]
 
@@ -31,7 +33,7 @@ class GroupedAttention(Attention):
         H, G = (n // ranks.parts for n in (c.num_attention_heads, c.num_key_value_heads))
         D = c.head_dim
         self.heads, self.groups, self.width = H, G, D
-        self.sizes = H, G, D, c.rms_norm_eps
+        self.eps = c.rms_norm_eps
         self.scale = 1 / math.sqrt(D)  # YaRN's mscale_all_dim scales latent attention alone
         self.gated = c.output_gate
         outputs = (H + 2 * G + (H if self.gated else 0)) * D  # gates, queries, keys, values
@@ -55,22 +57,28 @@ class GroupedAttention(Attention):
         gate, y = y.split([queries, y.shape[-1] - queries], dim=-1)
         return y, (gate,)
 
-    def operands(self, y: Tensor, rows: Positions) -> tuple[Any, ...]:
-        """Return the first operands of `grouped_rows`."""
-        norms = self.q_norm, self.k_norm
-        weights = (None if norm is None else norm.weight for norm in norms)
-        return y, *weights, rows.cos, rows.sin
-
     def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, gates = self.product(x)
-        operands = (*self.operands(y, rows), cache, rows.start)
-        q, fresh, cache = grouped_rows_write(*operands, *self.sizes)
+        q, fresh, cache = grouped_rows_write(
+            y, cos=rows.cos, sin=rows.sin, cache=cache, start=rows.start, **self.heads_of_product()
+        )
         return append_gates(q, gates), fresh, cache
 
     def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         y, gates = self.product(x)
-        q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
+        q, fresh = grouped_rows(y, cos=rows.cos, sin=rows.sin, **self.heads_of_product())
         return append_gates(q, gates), fresh
+
+    def heads_of_product(self) -> dict[str, Any]:
+        """Return the operands of `grouped_rows` that are the same in all passes, by name."""
+        return {
+            "q_norm": None if self.q_norm is None else self.q_norm.weight,
+            "k_norm": None if self.k_norm is None else self.k_norm.weight,
+            "heads": self.heads,
+            "groups": self.groups,
+            "width": self.width,
+            "eps": self.eps,
+        }
 
     def attend(
         self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
@@ -78,8 +86,16 @@ class GroupedAttention(Attention):
         gates: Gates = ()
         if self.gated:
             q, *gates = q.chunk(2, dim=-1)
-        place = cache, fresh, rows.base, first, self.scale
-        o = grouped_attention_flat(q, *place, self.heads, self.groups)
+        o = grouped_attention_flat(
+            q,
+            cache=cache,
+            fresh=fresh,
+            base=rows.base,
+            first=first,
+            scale=self.scale,
+            heads=self.heads,
+            groups=self.groups,
+        )
         for gate in gates:
             o = o * gate.sigmoid()
         return o @ self.o_proj
@@ -88,3 +104,15 @@ class GroupedAttention(Attention):
 def append_gates(q: Tensor, gates: Gates) -> Tensor:
     """Append the gates to the queries, so that both are passed on together."""
     return torch.cat([q, *gates], dim=-1) if gates else q
+
+
+class GroupedLM(UniformLM):
+    """A model whose layers all have grouped-query attention, or the part that a rank computes."""
+
+    config: GroupedConfig
+
+    def __init__(self, c: GroupedConfig, ranks: Ranks = ALONE) -> None:
+        def block(layer: int) -> Block:
+            return GroupedAttention(c, ranks), feed_forward(c, layer, ranks)
+
+        super().__init__(c, block, c.rotary_dim, ranks)

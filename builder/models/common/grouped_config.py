@@ -6,7 +6,15 @@ then their values.
 
 from dataclasses import dataclass
 
-from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, fixed, flag, integer
+from mtpbuild.builder.checkpoint.config import (
+    ModelConfig,
+    MoEConfig,
+    Reader,
+    fixed,
+    flag,
+    integer,
+)
+from mtpbuild.builder.models.common.moe_config import count_activations, list_splits
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
@@ -59,23 +67,23 @@ def cache_sections(c: GroupedConfig) -> tuple[int, ...]:
     return (c.head_dim,)
 
 
-def list_attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
-    """Return the sizes that the ranks must divide, so that each has whole heads."""
+def split_sizes(c: GroupedConfig, ranks: Ranks) -> list[Split]:
+    """Return the sizes that the ranks must divide; each rank has whole heads."""
     heads = c.num_attention_heads * c.head_dim
     return [
         Split("num_key_value_heads", c.num_key_value_heads, ranks.parts),
         Split("num_attention_heads x head_dim", heads, ranks.parts, "attention"),
+        *list_splits(c, ranks),
     ]
 
 
-def count_grouped_costs(
-    c: GroupedConfig, ranks: Ranks, feed_forward: float, **experts: int
-) -> Costs:
-    """Return a step's costs: per token and cached row, each head computes a score and a value.
-
-    feed_forward: values of a token that a feed-forward holds at its peak.
-    """
+def costs(c: GroupedConfig, ranks: Ranks) -> Costs:
+    """Return a step's costs: per token and cached row, each head computes a score and a value."""
     heads, D = c.num_attention_heads, c.head_dim
     attention = (2 * heads + 2 * c.num_key_value_heads) * D / ranks.parts
-    activations = max(attention, feed_forward) + 4 * c.hidden_size
-    return Costs(4.0 * heads * D / ranks.parts, activations, **experts)
+    return Costs(
+        row_operations=4.0 * heads * D / ranks.parts,
+        activations=max(attention, count_activations(c, ranks)) + 4 * c.hidden_size,
+        experts=c.n_routed_experts,
+        chosen=c.num_experts_per_tok if isinstance(c, MoEConfig) else 0,
+    )

@@ -3,18 +3,35 @@
 from __future__ import annotations  # Tensor is imported for types alone
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
-from mtpbuild.builder.models.common.weight import Stored, Weight, product, stack_rows, vector
+from mtpbuild.builder.models.common.moe_weights import list_feed_forward_weights
+from mtpbuild.builder.models.common.weight import (
+    Share,
+    StoredTensor,
+    Weight,
+    make_weight_table,
+    product,
+    stack_rows,
+    vector,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
-    """Yield the weights of one attention, from the names that Llama-like checkpoints use."""
+def weight_table(c: GroupedConfig, share: Share) -> list[Weight]:
+    """Return the table of a model whose layers are all grouped-query attention."""
+    attention = partial(list_grouped_weights, c)
+    return make_weight_table(c, attention, partial(list_feed_forward_weights, c, share))
+
+
+def list_grouped_weights(c: GroupedConfig, index: int, at: str, to: str) -> Iterator[Weight]:
+    """Yield the weights of a layer's attention, by the names that Llama-like checkpoints use."""
+    at, to = f"{at}.self_attn", f"{to}.self_attn"
     E, D, queries = c.hidden_size, c.head_dim, c.num_attention_heads * (2 if c.output_gate else 1)
     counts = {"q": queries, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
 
@@ -24,15 +41,17 @@ def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
         return torch.cat([gates.flatten(0, 1), queries.flatten(0, 1), *others])
 
     sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}
-    weights = (Stored(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
+    weights = (StoredTensor(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
     yield product(
         f"{to}.qkv_proj", *weights, rows=join_gates_first if c.output_gate else stack_rows
     )
     if c.attention_bias:
-        biases = tuple(Stored(f"{name}.bias", (size,), axis=0) for name, size in sizes.items())
+        biases = tuple(
+            StoredTensor(f"{name}.bias", (size,), axis=0) for name, size in sizes.items()
+        )
         yield Weight(f"{to}.qkv_bias", biases, stack_rows)
     if c.use_qk_norm:
         yield vector(to, at, "q_norm.weight", D)
         yield vector(to, at, "k_norm.weight", D)
     rows = c.num_attention_heads * D
-    yield product(f"{to}.o_proj", Stored(f"{at}.o_proj.weight", (E, rows), axis=1))
+    yield product(f"{to}.o_proj", StoredTensor(f"{at}.o_proj.weight", (E, rows), axis=1))

@@ -70,8 +70,9 @@ class Rope(nn.Module):
         One op computes the angles for the kernels of all layers. From PyTorch's operators the
         compiler would compute them again in each kernel.
         """
-        operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
-        cos, sin, base, place, first = rotary_rows(*operands)
+        cos, sin, base, place, first = rotary_rows(
+            start, active, self.inv_freq, tokens=tokens, offset=offset, end=end, scale=self.scale
+        )
         positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
         return Positions(cos, sin, base, place, positions, first)
 
@@ -245,8 +246,8 @@ class MTPModule(DecoderLayer):
         self.embed_tokens: nn.Parameter | None = None
         self.lm_head: nn.Parameter | None = None
 
-    def join(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
-        """Join Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
+    def combine_inputs(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
+        """Project Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:

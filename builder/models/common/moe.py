@@ -6,7 +6,7 @@ Shapes: E hidden size, k chosen experts of a token, N tokens.
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import MoEConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.common.blocks import weigh_chosen
 from mtpbuild.builder.models.common.collectives import (
     gather_stacked,
@@ -29,25 +29,32 @@ class Gate(nn.Module):
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c
-        self.always = 0  # number of shared experts after the routed ones, which get every token
+        self.num_shared_in_stack = 0  # shared experts after the routed ones; every token gets them
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and ids of a token's experts, both [.., k], for x [.., E].
 
-        The shared experts that `always` counts come last and are not part of k.
+        The shared experts of the stack come last and are not part of k.
         """
-        c, logits = self.config, x.float() @ self.weight.float()
-        choice = (c.n_group, c.topk_group, c.num_experts_per_tok)
-        scaling = (c.norm_topk_prob, c.routed_scaling_factor)
-        return moe_route(logits, self.e_score_correction_bias, *choice, *scaling, self.always)
+        c = self.config
+        return moe_route(
+            x.float() @ self.weight.float(),
+            self.e_score_correction_bias,
+            groups=c.n_group,
+            kept_groups=c.topk_group,
+            experts=c.num_experts_per_tok,
+            normalise=c.norm_topk_prob,
+            factor=c.routed_scaling_factor,
+            always=self.num_shared_in_stack,
+        )
 
 
 class SoftmaxGate(nn.Module):
     """A softmax router in fp32; the same scores select and weigh."""
 
-    always = 0
+    num_shared_in_stack = 0
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -99,8 +106,8 @@ class DenseMoE(MoE):
 
     def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
         super().__init__(c, ranks)
-        self.always = 0 if ranks.attention_dp else c.n_shared_experts
-        inner = (c.n_routed_experts + self.always) * c.moe_intermediate_size // ranks.tp
+        self.num_shared = 0 if ranks.attention_dp else c.n_shared_experts  # among `experts`
+        inner = (c.n_routed_experts + self.num_shared) * c.moe_intermediate_size // ranks.tp
         self.experts = MLP(c.hidden_size, inner)
         if ranks.attention_dp:
             self.shared_experts = shared_experts(c, ranks)
@@ -110,23 +117,22 @@ class DenseMoE(MoE):
         weights, ids = self.gate(x)
         inner = self.experts.inner(x)
         if self.ranks.ep == 1:
-            count = c.n_routed_experts + self.always
-            inner = weigh_experts(inner, weights, ids, count, self.always)
+            count = c.n_routed_experts + self.num_shared
+            inner = weigh_experts(inner, weights, ids, experts=count, always=self.num_shared)
             return inner @ self.experts.down_proj
-        dense = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
-            -1, ids.long(), weights
-        )
+        every_weight = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
+        every_weight = every_weight.scatter(-1, ids.long(), weights)
         # Rank r has group r % ep. Not written as `rank % ep`, which the compiler would fold.
         ep = self.ranks.ep
-        groups = dense.unflatten(-1, (ep, -1))
-        if self.always:  # a routed expert's part is as wide as ep parts of a shared one
+        groups = every_weight.unflatten(-1, (ep, -1))
+        if self.num_shared:  # a routed expert's part is as wide as ep parts of a shared one
             groups = groups.repeat_interleave(ep, dim=-1)
         repeated = torch.cat([groups] * (self.ranks.tp // ep), dim=-2)
-        own = repeated.index_select(-2, self.rank).squeeze(-2)
-        if self.always:
-            own = torch.cat([own, own.new_ones(*x.shape[:-1], self.always)], dim=-1)
-        inner = inner.unflatten(-1, (own.shape[-1], -1))
-        return cast(inner * own[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
+        mine = repeated.index_select(-2, self.rank).squeeze(-2)
+        if self.num_shared:
+            mine = torch.cat([mine, mine.new_ones(*x.shape[:-1], self.num_shared)], dim=-1)
+        inner = inner.unflatten(-1, (mine.shape[-1], -1))
+        return cast(inner * mine[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
 class GatheredMoE(MoE):
@@ -142,13 +148,14 @@ class GatheredMoE(MoE):
         self.down_proj = parameter(experts, inner, c.hidden_size)
         self.shared_experts = shared_experts(c, ranks)
 
-    def join_shared(self) -> None:
+    def stack_shared_expert(self) -> None:
         """Make the shared expert the last one of the stack, which every token chooses."""
         for name in ("gate_up_proj", "down_proj"):
             experts, *shape = self.get_parameter(name).shape
             longer = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
             setattr(self, name, longer)
-        self.shared_experts, self.gate.always = None, 1
+        self.shared_experts = None
+        self.gate.num_shared_in_stack = 1
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
@@ -164,7 +171,7 @@ def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
     return MLP(c.hidden_size, inner) if inner else None
 
 
-def feed_forward(c: MoEConfig, layer: int, ranks: Ranks) -> nn.Module:
-    if not c.is_moe(layer):
+def feed_forward(c: ModelConfig, layer: int, ranks: Ranks) -> nn.Module:
+    if not isinstance(c, MoEConfig) or not c.is_moe(layer):
         return MLP(c.hidden_size, c.intermediate_size // ranks.parts)
     return DenseMoE(c, ranks) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, ranks)

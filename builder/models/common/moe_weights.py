@@ -2,21 +2,18 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.config import MoEConfig
+from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.weight import (
     Share,
-    Stored,
+    StoredTensor,
     Weight,
-    list_layer_weights,
-    list_module_weights,
-    make_whole_table,
     mlp,
     product,
     projection,
@@ -30,24 +27,13 @@ STACKS = ("gate_up_proj", "down_proj")
 PROJECTIONS = ("gate", "up", "down")
 
 
-def make_moe_table(
-    c: MoEConfig, s: Share, attention: Callable[[str, str], Iterator[Weight]]
-) -> list[Weight]:
-    """Return the table of a model with experts whose MTP modules are layers after the trunk's.
-
-    attention(at, to) makes the weights of the module `to` from the checkpoint's tensors at `at`.
-    """
-
-    def layer(index: int, to: str) -> Iterator[Weight]:
-        at = f"model.layers.{index}"
-        if c.is_moe(index):
-            second = moe_weights(c, s, f"{at}.mlp", f"{to}.mlp")
-        else:
-            second = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
-        first = attention(f"{at}.self_attn", f"{to}.self_attn")
-        return list_layer_weights(c, at, to, first, second)
-
-    return make_whole_table(c, layer, list_module_weights(c, layer))
+def list_feed_forward_weights(
+    c: ModelConfig, share: Share, index: int, at: str, to: str
+) -> Iterator[Weight]:
+    """Yield the weights of a dense MLP, or of a router and its experts."""
+    if isinstance(c, MoEConfig) and c.is_moe(index):
+        return moe_weights(c, share, at, to)
+    return mlp(c.hidden_size, c.intermediate_size, at, to)
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -55,11 +41,13 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     dense = c.n_routed_experts <= DENSE_EXPERTS
     separate = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
-    gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
+    gate = StoredTensor(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
     if not c.softmax_router:
         yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
-    E, size, ids = c.hidden_size, c.moe_intermediate_size, s.experts(c.n_routed_experts)
+    E = c.hidden_size
+    size = c.moe_intermediate_size
+    ids = s.experts(c.n_routed_experts)
     stored = [
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
         for proj in PROJECTIONS
@@ -70,11 +58,11 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     gates, ups, downs = stored
     if dense:
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
-        yield product(f"{to}.experts.down_proj", *downs, rows=join_side_by_side, joined=1)
+        yield product(f"{to}.experts.down_proj", *downs, rows=join_side_by_side, axis=1)
     else:  # each expert is a slice, whose gate and up are one product
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
-        yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), joined=0)
-        yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), joined=0)
+        yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), concat_axis=0)
+        yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), concat_axis=0)
     if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
@@ -89,7 +77,8 @@ def make_slice(*w: Tensor) -> Tensor:
 
 def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
     """Make the shared expert of these MoE modules the last slice of the routed experts' stacks."""
-    by_name, weights = {weight.name: weight for weight in table}, list[Weight]()
+    by_name = {weight.name: weight for weight in table}
+    weights = list[Weight]()
     joined = {f"{module}.shared_experts" for module in modules}
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
@@ -103,13 +92,14 @@ def with_shared(table: Sequence[Weight], modules: Set[str]) -> list[Weight]:
 
 def find_modules_like_routed(table: Sequence[Weight], share: Share) -> set[str]:
     """Return the MoE modules whose shared expert has the shape of a routed one in this share."""
-    by_name, alike = {weight.name: weight for weight in table}, set[str]()
+    by_name = {weight.name: weight for weight in table}
+    alike = set[str]()
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
         shared = by_name.get(f"{module}.shared_experts.{leaf}")
         gated = f"{module}.shared_experts.gate" in by_name
         if shared is None or gated or weight.slices == 1 or leaf != STACKS[0]:
             continue
-        if [*map(share.shape, next(weight.groups))] == [*map(share.shape, shared.stored)]:
+        if [*map(share.shape, next(weight.slices_of_stored))] == [*map(share.shape, shared.stored)]:
             alike.add(module)
     return alike

@@ -6,7 +6,7 @@ In docstrings g_{k,p} is module k's hidden state at position p, and g_{0,p} the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -47,15 +47,24 @@ class PlainLM(nn.Module):
 
 
 class PlainRMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    """An RMSNorm; minus_one: its stored weight is the factor minus 1."""
+
+    def __init__(self, size: int, eps: float, minus_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.minus_one = eps, minus_one
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        if self.minus_one:
+            return (y * (1 + self.weight.float())).type_as(x)
         return self.weight * y.type_as(x)
+
+
+def make_norm(c: ModelConfig, size: int = 0) -> PlainRMSNorm:
+    """Make a norm over the hidden size, or over another one."""
+    return PlainRMSNorm(size or c.hidden_size, c.rms_norm_eps, c.norms_minus_one)
 
 
 class PlainMLP(nn.Module):
@@ -124,8 +133,10 @@ def weigh_by_expert(experts: nn.ModuleList, x: Tensor, weights: Tensor) -> Tenso
     return y
 
 
-def make_plain_feed_forward(c: MoEConfig, layer: int) -> nn.Module:
-    return PlainMoE(c) if c.is_moe(layer) else PlainMLP(c.hidden_size, c.intermediate_size)
+def make_plain_feed_forward(c: ModelConfig, layer: int) -> nn.Module:
+    if isinstance(c, MoEConfig) and c.is_moe(layer):
+        return PlainMoE(c)
+    return PlainMLP(c.hidden_size, c.intermediate_size)
 
 
 class PlainAttention(nn.Module):
@@ -136,31 +147,36 @@ class PlainAttention(nn.Module):
 
 
 class PlainGroupedAttention(PlainAttention):
-    """Grouped-query attention that repeats keys and values for each query head."""
+    """Grouped-query attention that repeats keys and values for each query head.
+
+    With `output_gate` a gate beside each head's query multiplies the head's output.
+    """
 
     def __init__(self, c: GroupedConfig) -> None:
         super().__init__()
         E, H, G, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         self.config, self.scale = c, 1 / math.sqrt(D)
-        self.q_proj = nn.Linear(E, H * D, bias=c.attention_bias)
+        self.q_proj = nn.Linear(E, (2 if c.output_gate else 1) * H * D, bias=c.attention_bias)
         self.k_proj = nn.Linear(E, G * D, bias=c.attention_bias)
         self.v_proj = nn.Linear(E, G * D, bias=c.attention_bias)
         self.o_proj = nn.Linear(H * D, E, bias=False)
         if c.use_qk_norm:
-            self.q_norm = PlainRMSNorm(D, c.rms_norm_eps)
-            self.k_norm = PlainRMSNorm(D, c.rms_norm_eps)
+            self.q_norm, self.k_norm = make_norm(c, D), make_norm(c, D)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        c, (B, T, _) = self.config, x.shape
-        heads = (p(x).view(B, T, -1, c.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = heads
+        c, H, D = self.config, self.config.num_attention_heads, self.config.head_dim
+        q, *gates = self.q_proj(x).unflatten(-1, (H, -1)).split(D, dim=-1)
+        k, v = (p(x).unflatten(-1, (-1, D)) for p in (self.k_proj, self.v_proj))
         if c.use_qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (self.rotate_heads(each.transpose(1, 2), cos, sin) for each in (q, k))
-        times = c.num_attention_heads // c.num_key_value_heads
+        q, k = (self.rotate_heads(part.transpose(1, 2), cos, sin) for part in (q, k))
+        times = H // c.num_key_value_heads
         k, v = k.repeat_interleave(times, 1), v.transpose(1, 2).repeat_interleave(times, 1)
         o = self.attend(q, k, v, None, is_causal=True, scale=self.scale)
-        return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
+        o = o.transpose(1, 2).flatten(2)
+        for gate in gates:
+            o = o * gate.flatten(2).sigmoid()
+        return self.o_proj(o)
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the first rotary_dim values of x [B, heads, T, D], in the layout of halves."""
@@ -171,55 +187,79 @@ class PlainGroupedAttention(PlainAttention):
 class PlainDecoderLayer(nn.Module):
     def __init__(self, c: ModelConfig, block: Block) -> None:
         super().__init__()
-        self.input_layernorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn, mlp = block
-        self.post_attention_layernorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
+        attention, mlp = block
+        self.input_layernorm = make_norm(c)
+        self.kind = "self_attn" if isinstance(attention, PlainAttention) else "linear_attn"
+        self.add_module(self.kind, attention)
+        self.post_attention_layernorm = make_norm(c)
         self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        attention = self.get_submodule(self.kind)
+        x = x + attention(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class PlainMTPModule(PlainDecoderLayer):
-    """MTP module j: `model.layers.{L+j}` of the checkpoint.
+class PlainMTPModule(nn.Module):
+    """An MTP module: a decoder layer whose input a token's embedding and a hidden state make.
 
     It has an embedding or a head of its own where the checkpoint's differs from the trunk's.
     """
 
     def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
-        super().__init__(c, block)
-        self.enorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hnorm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": PlainRMSNorm(c.hidden_size, c.rms_norm_eps)})
+        super().__init__()
+        self.names = c.module_names
+        self.rules = c.mtp
+        layer = PlainDecoderLayer(c, block)
+        self.layer = (layer,)  # in a tuple, as its name is not registered
+        if self.names.own_prefix:
+            self.layers = nn.ModuleList(self.layer)
+        else:
+            for name, part in layer.named_children():
+                self.add_module(name, part)
+        self.hold(self.names.embedding_norm, make_norm(c))
+        self.hold(self.names.hidden_norm, make_norm(c))
+        self.hold(self.names.input_proj, nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False))
+        self.hold(self.names.head_norm, make_norm(c))
         if j in c.own_embeddings:
             self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         if j in c.own_heads:
-            self.shared_head["head"] = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+            self.hold("shared_head.head", nn.Linear(c.hidden_size, c.vocab_size, bias=False))
+
+    def hold(self, name: str, part: nn.Module) -> None:
+        """Add a part under a name that may have a dot."""
+        parent, _, leaf = name.rpartition(".")
+        if parent and parent not in dict(self.named_children()):
+            self.add_module(parent, nn.Module())
+        self.get_submodule(parent).add_module(leaf, part)
 
     def own(self, name: str) -> nn.Module | None:
         """Return the module's own `embed_tokens` or `head`, if it has one."""
-        where = self.shared_head if name == "head" else self
-        return dict(where.named_children()).get(name)
+        return dict(self.named_modules()).get("shared_head.head" if name == "head" else name)
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Compute the unnormalised output at each position p from Emb(t_{p+k}) and g_{k-1,p}."""
-        halves = [self.enorm(embedding), self.hnorm(hidden)]
-        return super().forward(self.eh_proj(torch.cat(halves, dim=-1)), cos, sin)
+        halves = [
+            self.get_submodule(self.names.embedding_norm)(embedding),
+            self.get_submodule(self.names.hidden_norm)(hidden),
+        ]
+        x = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
+        y: Tensor = self.layer[0](self.get_submodule(self.names.input_proj)(x), cos, sin)
+        return y
 
     def normed(self, x: Tensor) -> Tensor:
-        return self.shared_head["norm"](x)
+        y: Tensor = self.get_submodule(self.names.head_norm)(x)
+        return y
 
 
 class PlainTrunk(nn.Module):
     """The modules under the checkpoint's `model.` prefix."""
 
-    def __init__(self, c: ModelConfig, layers: list[PlainDecoderLayer]) -> None:
+    def __init__(self, c: ModelConfig, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = PlainRMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.norm = make_norm(c)
 
 
 class PlainCausalLM(PlainLM):
@@ -232,8 +272,15 @@ class PlainCausalLM(PlainLM):
         super().__init__()
         self.config = c
         L, count = c.num_hidden_layers, c.num_nextn_predict_layers
-        trunk = [self.make_layer(block(i)) for i in range(L)]
-        self.model = self.join(trunk, [self.make_module(block(L + j), j) for j in range(count)])
+        trunk = [PlainDecoderLayer(c, block(i)) for i in range(L)]
+        modules = [PlainMTPModule(c, block(L + j), j) for j in range(count)]
+        prefix = c.module_names.prefix
+        self.model = PlainTrunk(c, trunk if prefix else [*trunk, *modules])
+        if c.module_names.own_prefix:
+            for module in modules:  # one at most; `mtp` is a method, too
+                self._modules["mtp"] = module
+        elif prefix:
+            self.model.add_module(prefix.split(".")[1], nn.ModuleList(modules))
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -241,24 +288,14 @@ class PlainCausalLM(PlainLM):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def make_layer(self, block: Block) -> PlainDecoderLayer:
-        return PlainDecoderLayer(self.config, block)
-
-    def make_module(self, block: Block, j: int) -> PlainMTPModule:
-        return PlainMTPModule(self.config, block, j)
-
-    def join(self, trunk: list[PlainDecoderLayer], modules: list[PlainMTPModule]) -> PlainTrunk:
-        """Append the modules to the trunk's layers."""
-        return PlainTrunk(self.config, [*trunk, *modules])
-
     def module(self, k: int) -> PlainMTPModule:
         """Return module k, from 1."""
-        module = self.model.layers[self.config.num_hidden_layers + k - 1]
-        assert isinstance(module, PlainMTPModule)
-        return module
+        modules = [part for part in self.modules() if isinstance(part, PlainMTPModule)]
+        return modules[k - 1]
 
     def main(self, tokens: Tensor) -> Tensor:
-        T, c = tokens.shape[1], self.config
+        T = tokens.shape[1]
+        c = self.config
         x = self.model.embed_tokens(tokens)
         for layer in list(self.model.layers)[: c.num_hidden_layers]:
             x = layer(x, self.cos[:T], self.sin[:T])
@@ -268,10 +305,11 @@ class PlainCausalLM(PlainLM):
         return self.lm_head(hidden if self.config.mtp.trunk_normed else self.model.norm(hidden))
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
-        module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
+        module = self.module(k)
+        T = tokens.shape[1]
         embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
         y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])
-        return module.normed(y) if rules.recycles_normed else y
+        return module.normed(y) if self.config.mtp.recycles_normed else y
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)
@@ -282,3 +320,13 @@ class PlainCausalLM(PlainLM):
             others[list(ids)] = False
             logits = logits.masked_fill(others, float("-inf"))
         return logits
+
+
+class PlainGroupedLM(PlainCausalLM):
+    """A model whose layers all have grouped-query attention."""
+
+    def __init__(self, config: GroupedConfig) -> None:
+        def block(layer: int) -> Block:
+            return PlainGroupedAttention(config), make_plain_feed_forward(config, layer)
+
+        super().__init__(config, block, config.rotary_dim)

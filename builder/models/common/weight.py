@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Transform: TypeAlias = "Callable[..., Tensor]"
+# (number of a layer, its name in the checkpoint, its name in the program) -> some of its weights
+Layer: TypeAlias = "Callable[[int, str, str], Iterable[Weight]]"
 PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
 
 
@@ -62,7 +64,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A weight of the checkpoint, with its shape by the configuration."""
 
     name: str
@@ -90,7 +92,7 @@ class Share:
         size, group = count // self.ranks.ep, self.rank % self.ranks.ep
         return range(group * size, (group + 1) * size)
 
-    def cut(self, stored: Stored, tensor: Tensor) -> Tensor:
+    def cut(self, stored: StoredTensor, tensor: Tensor) -> Tensor:
         """Return this rank's part of a checkpoint's tensor."""
         parts, part = self.ranks.parts, self.rank
         if stored.routed:
@@ -103,7 +105,7 @@ class Share:
             cut.append(section.narrow(stored.axis, part * size, size))
         return torch.cat(cut, stored.axis) if len(cut) > 1 else cut[0]
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: StoredTensor) -> tuple[int, ...]:
         """Return the shape of this rank's part."""
         parts = self.ranks.tp // self.ranks.ep if stored.routed else self.ranks.parts
         return tuple(
@@ -132,20 +134,21 @@ class Weight:
     """
 
     name: str
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredTensor, ...]
     transform: Transform = stack_rows  # makes one slice from the slice's stored tensors
     # For products: the same, but with outputs first, [out, ..]. It may permute a stored tensor's
     # outputs; those of the next one come after them.
     rows: Transform | None = None
     slices: int = 1  # number of slices, which are stacked along a first axis
-    joined: int | None = None  # for products: axis of [out, in] along which tensors are joined
+    # For products: the axis of [out, in] along which stored tensors are concatenated.
+    concat_axis: int | None = None
     looked_up: bool = False  # an embedding: token ids select its rows
     per_head: tuple[int, ...] = ()  # for a stack of per-head products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
     layout: Layout = Layout.PLAIN
 
     @property
-    def groups(self) -> Iterator[tuple[Stored, ...]]:
+    def slices_of_stored(self) -> Iterator[tuple[StoredTensor, ...]]:
         """The stored weights of each slice."""
         size = len(self.stored) // self.slices
         return (self.stored[i : i + size] for i in range(0, len(self.stored), size))
@@ -163,7 +166,7 @@ class Weight:
     @property
     def multiplied(self) -> bool:
         """Return whether the weight is a product or a stack of them, so that it can be packed."""
-        return self.joined is not None or bool(self.per_head)
+        return self.concat_axis is not None or bool(self.per_head)
 
     @property
     def wide_heads(self) -> bool:
@@ -179,7 +182,7 @@ class Weight:
         return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
     @property
-    def held(self) -> Iterator[tuple[Stored, Format | None]]:
+    def formats_by_stored(self) -> Iterator[tuple[StoredTensor, Format | None]]:
         """The stored weights, each with the format in which the engine holds it."""
         if isinstance(self.format, MixedIntegers):
             return zip(self.stored, self.format.formats, strict=True)
@@ -192,12 +195,14 @@ class Weight:
 
     def convert(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
-        held = {stored.name: format for stored, format in self.held}
-        for group in self.groups:
+        held = {stored.name: format for stored, format in self.formats_by_stored}
+        for group in self.slices_of_stored:
             if self.format is not None and not self.per_head:
-                parts = [checkpoint.read_kept_parts(each.name, held[each.name]) for each in group]
+                parts = [
+                    checkpoint.read_kept_parts(stored.name, held[stored.name]) for stored in group
+                ]
                 for name, suffix in self.tensors.items():
-                    part = [each[suffix] for each in parts]
+                    part = [tensors[suffix] for tensors in parts]
                     yield (
                         name,
                         self._join_part(self.format, suffix, group, part, share).contiguous(),
@@ -228,13 +233,13 @@ class Weight:
         refuse_out_of_range(format, self.stored[0].name, heads.transpose(-1, -2))
         encoded = [format.encode(head.T.contiguous()) for head in heads]
         for name, suffix in self.tensors.items():
-            yield name, torch.stack([format.pack(suffix, each[suffix]) for each in encoded])
+            yield name, torch.stack([format.pack(suffix, parts[suffix]) for parts in encoded])
 
     def _join_part(
         self,
         format: Format,
         suffix: str,
-        group: tuple[Stored, ...],
+        group: tuple[StoredTensor, ...],
         parts: list[Tensor],
         share: Share,
     ) -> Tensor:
@@ -243,12 +248,12 @@ class Weight:
         rows: list[Tensor] = []
         for stored, part in zip(group, parts, strict=True):
             try:
-                own = format.rows(suffix, part, stored.shape, inputs)
+                part_rows = format.rows(suffix, part, stored.shape, inputs)
             except CheckpointError as error:
                 raise CheckpointError(f"{stored.name} {error}") from None
-            rows.append(share.cut(stored, own))
+            rows.append(share.cut(stored, part_rows))
         if not format.packs:
-            return format.finish(suffix, self.transform(*rows), self.joined)
+            return format.finish(suffix, self.transform(*rows), self.concat_axis)
         if self.rows is not None:
             joined = self.rows(*rows)
         else:
@@ -275,8 +280,8 @@ def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
         rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:
             rows.setdefault(name, []).append(piece)
-        for name, found in rows.items():
-            yield name, torch.cat(found) if len(found) > 1 else found[0]
+        for name, slices in rows.items():
+            yield name, torch.cat(slices) if len(slices) > 1 else slices[0]
 
 
 def find_weight_of(name: str) -> str:
@@ -287,24 +292,24 @@ def find_weight_of(name: str) -> str:
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:
     """Declare a vector that the checkpoint has in module `at`, the program in module `to`."""
-    return Weight(f"{to}.{name}", (Stored(f"{at}.{name}", (size,)),))
+    return Weight(f"{to}.{name}", (StoredTensor(f"{at}.{name}", (size,)),))
 
 
-def embedding(to: str, stored: Stored) -> Weight:
+def embedding(to: str, stored: StoredTensor) -> Weight:
     """Declare an embedding [vocabulary, hidden], the same in checkpoint and program."""
     return Weight(to, (stored,), rows=stack_rows, looked_up=True)
 
 
-def product(to: str, *stored: Stored, rows: Transform = stack_rows, joined: int = 0) -> Weight:
+def product(to: str, *stored: StoredTensor, rows: Transform = stack_rows, axis: int = 0) -> Weight:
     """Declare a product: the checkpoint's [out, in] becomes [in, out], so graphs do `x @ w`."""
-    return Weight(to, stored, lambda *w: rows(*w).T, rows, joined=joined)
+    return Weight(to, stored, lambda *w: rows(*w).T, rows, concat_axis=axis)
 
 
-def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Stored:
+def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> StoredTensor:
     """Declare a stored projection of an MLP; ranks split its inner dimension."""
     down = proj == "down"
     shape = (hidden, inner) if down else (inner, hidden)
-    return Stored(f"{at}.{proj}_proj.weight", shape, int(down), routed)
+    return StoredTensor(f"{at}.{proj}_proj.weight", shape, int(down), routed)
 
 
 def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
@@ -313,35 +318,24 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
     yield product(f"{to}.down_proj", down)
 
 
-def list_layer_weights(
-    c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
-) -> Iterator[Weight]:
-    """Yield the weights of one layer: norms, attention and feed-forward."""
-    yield vector(to, at, "input_layernorm.weight", c.hidden_size)
-    yield from attention
-    yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
-    yield from feed_forward
-
-
-def list_module_weights(
-    c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]]
-) -> Iterator[Weight]:
-    """Yield the weights of MTP modules that are stored as layers after the trunk's.
-
-    DeepSeek and GLM do so. layer(i, to) makes the weights of stored layer i.
-    """
-    E, V = c.hidden_size, c.vocab_size
+def list_module_weights(c: ModelConfig, layer: Layer) -> Iterator[Weight]:
+    """Yield the weights of the MTP modules."""
+    E, V, names = c.hidden_size, c.vocab_size, c.module_names
+    norms = {"enorm": names.embedding_norm, "hnorm": names.hidden_norm}
+    norms["shared_head.norm"] = names.head_norm
     for j in range(c.num_nextn_predict_layers):
-        index, to = c.num_hidden_layers + j, f"mtp.{j}"
-        at = f"model.layers.{index}"
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            yield vector(to, at, f"{norm}.weight", E)
-        yield product(f"{to}.eh_proj", Stored(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
-        yield from layer(index, to)
+        at, to = c.name_module(j), f"mtp.{j}"
+        prefix = names.own_prefix or f"{at}."
+        for ours, theirs in norms.items():
+            yield Weight(f"{to}.{ours}.weight", (StoredTensor(f"{prefix}{theirs}.weight", (E,)),))
+        input_proj = StoredTensor(f"{prefix}{names.input_proj}.weight", (E, 2 * E), axis=1)
+        yield product(f"{to}.eh_proj", input_proj)
+        yield from layer(c.num_hidden_layers + j, at, to)
         if j in c.own_embeddings:
-            yield embedding(f"{to}.embed_tokens", Stored(f"{at}.embed_tokens.weight", (V, E), 0))
+            table = StoredTensor(f"{at}.embed_tokens.weight", (V, E), axis=0)
+            yield embedding(f"{to}.embed_tokens", table)
         if j in c.own_heads:
-            head = Stored(f"{at}.shared_head.head.weight", (V, E), axis=0)
+            head = StoredTensor(f"{at}.shared_head.head.weight", (V, E), axis=0)
             yield product(f"{to}.lm_head", head, rows=pick_drafted_rows(c))
 
 
@@ -351,20 +345,26 @@ def pick_drafted_rows(c: ModelConfig) -> Transform:
     return (lambda head: head[ids]) if c.draft_ids else stack_rows
 
 
-def make_whole_table(
-    c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]], modules: Iterable[Weight]
-) -> list[Weight]:
-    """Return a whole table in the order of use; layer(i, to) makes the weights of layer i."""
+def make_weight_table(c: ModelConfig, attention: Layer, feed_forward: Layer) -> list[Weight]:
+    """Return a model's whole table in the order of use, from the parts of its layers."""
+
+    def layer(index: int, at: str, to: str) -> Iterator[Weight]:
+        yield vector(to, at, "input_layernorm.weight", c.hidden_size)
+        yield from attention(index, at, to)
+        yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
+        yield from feed_forward(index, f"{at}.mlp", f"{to}.mlp")
+
     shape = (c.vocab_size, c.hidden_size)
-    tokens = Stored(EMBEDDING, shape, axis=0)
-    head = tokens if c.tie_word_embeddings else Stored(HEAD, shape, axis=0)
+    tokens = StoredTensor(EMBEDDING, shape, axis=0)
+    head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, shape, axis=0)
     reduced = [product("draft_head", head, rows=pick_drafted_rows(c))] if c.draft_ids else []
+    trunk = (layer(i, f"model.layers.{i}", f"layers.{i}") for i in range(c.num_hidden_layers))
     return [
         embedding("embed_tokens", tokens),
-        *chain.from_iterable(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers)),
+        *chain.from_iterable(trunk),
         vector("norm", "model.norm", "weight", c.hidden_size),
-        *modules,
+        *list_module_weights(c, layer),
         product("lm_head", head),
         *reduced,
-        *(Weight(name, (Stored(name, shape),)) for name, shape in c.drafter_weights),
+        *(Weight(name, (StoredTensor(name, shape),)) for name, shape in c.drafter_weights),
     ]

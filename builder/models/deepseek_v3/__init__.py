@@ -1,5 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
+import re
+
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import list_copies_in_layers
 from mtpbuild.builder.models.deepseek_v3 import config
@@ -20,6 +22,6 @@ FAMILY = Family(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseek"),
     attention=Attends.LATENT,
-    products=r"(self_attn|mlp)\..*_proj(_with_mqa)?",
+    quantisable=re.compile(r"(self_attn|mlp)\..*_proj(_with_mqa)?"),
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

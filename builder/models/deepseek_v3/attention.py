@@ -39,7 +39,9 @@ class LatentAttention(Attention):
     def __init__(self, c: DeepseekV3Config, ranks: Ranks) -> None:
         super().__init__()
         H, n, R = c.num_attention_heads // ranks.parts, c.qk_nope_head_dim, c.qk_rope_head_dim
-        self.config, self.heads, self.scale = c, H, softmax_scale(c.rope, c.qk_head_dim)
+        self.config = c
+        self.heads = H
+        self.scale = softmax_scale(c.rope, c.qk_head_dim)
         queries = H * (n + R)
         if c.q_lora_rank is None:
             self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
@@ -58,7 +60,8 @@ class LatentAttention(Attention):
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Positions, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        c, operands = self.config, self.compute_first_product(x, rows)
+        c = self.config
+        operands = self.compute_first_product(x, rows)
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
@@ -75,19 +78,44 @@ class LatentAttention(Attention):
         q = self.compute_second_product(q)
         if rows.expand:
             return self.expanded(q, rows, cache) @ self.o_proj
-        return self.absorbed(q, rows, (cache, fresh, rows.base, first)) @ self.o_proj
+        return self.absorbed(q, rows, cache, fresh, first) @ self.o_proj
 
-    def absorbed(self, q: Tensor, rows: Positions, place: tuple[Tensor, ...]) -> Tensor:
-        """Attend to latents with queries q [B, T, ..]: [B, T, H v]. place: see `mla_attention`."""
-        c, angles = self.config, (rows.cos, rows.sin)
-        chosen = () if rows.choice.rows is None else (rows.choice.rows,)
+    def absorbed(
+        self, q: Tensor, rows: Positions, cache: Tensor, fresh: Tensor, first: Tensor
+    ) -> Tensor:
+        """Attend to latents with queries q [B, T, ..]: [B, T, H v]."""
+        c = self.config
         if isinstance(uk := self.w_uk, PackedWeight):
             uv: Any = self.w_uv
-            weights = uk.values, uk.scales, uv.values, uv.scales
-            sizes = self.scale, c.kv_lora_rank, c.v_head_dim
-            return mla_packed(q, *weights, *angles, *place, *sizes, c.rope_interleave, *chosen)
-        q = mla_queries(q, uk, *angles, c.rope_interleave)
-        return mla_values(mla_attention(q, *place, self.scale, c.kv_lora_rank, *chosen), self.w_uv)
+            return mla_packed(
+                q,
+                w_uk=uk.values,
+                w_uk_scales=uk.scales,
+                w_uv=uv.values,
+                w_uv_scales=uv.scales,
+                cos=rows.cos,
+                sin=rows.sin,
+                cache=cache,
+                fresh=fresh,
+                base=rows.base,
+                first=first,
+                scale=self.scale,
+                kv_lora_rank=c.kv_lora_rank,
+                v_head_dim=c.v_head_dim,
+                interleaved=c.rope_interleave,
+                chosen=rows.choice.rows,
+            )
+        o = mla_attention(
+            mla_queries(q, uk, rows.cos, rows.sin, c.rope_interleave),
+            cache=cache,
+            fresh=fresh,
+            base=rows.base,
+            first=first,
+            scale=self.scale,
+            kv_lora_rank=c.kv_lora_rank,
+            chosen=rows.choice.rows,
+        )
+        return mla_values(o, self.w_uv)
 
     def expanded(self, q: Tensor, rows: Positions, cache: Tensor) -> Tensor:
         """Attend in the expanded form over a cache that holds the fresh rows: [B, T, H v].
@@ -95,7 +123,9 @@ class LatentAttention(Attention):
         With widths r, n, v of latent, nope and values, expanding S rows costs 2 S H r (n + v)
         operations and saves 2 S T H (2 r - n - v): it pays from T = 51 (tiny) or 170 (V3) on.
         """
-        c, base, chosen = self.config, rows.base, rows.choice.rows
+        c = self.config
+        base = rows.base
+        chosen = rows.choice.rows
         (B, T, _), H, S = q.shape, self.heads, cache.shape[2]
         nope, pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
         pe = rope(pe, rows.cos, rows.sin, H, c.rope_interleave)

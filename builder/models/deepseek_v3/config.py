@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mtpbuild.builder.checkpoint.config import MoEConfig, Reader, fixed, flag, integer
-from mtpbuild.builder.models.common.moe_config import count_expert_activations, list_expert_splits
+from mtpbuild.builder.models.common.moe_config import count_activations, list_splits
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
@@ -84,7 +84,7 @@ def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
     """Return the sizes that the ranks must divide; an error names the first that fails."""
     heads, parts = c.num_attention_heads, ranks.parts
     values = Split("num_attention_heads x v_head_dim", heads * c.v_head_dim, parts, "attention")
-    return [Split("num_attention_heads", heads, parts), values, *list_expert_splits(c, ranks)]
+    return [Split("num_attention_heads", heads, parts), values, *list_splits(c, ranks)]
 
 
 def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
@@ -96,7 +96,7 @@ def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
     attention = heads * (2 * c.cache_dim + c.qk_head_dim + c.v_head_dim)
     return Costs(
         row_operations=2.0 * heads * (c.cache_dim + c.kv_lora_rank),
-        activations=max(attention, count_expert_activations(c, ranks)) + 4 * c.hidden_size,
+        activations=max(attention, count_activations(c, ranks)) + 4 * c.hidden_size,
         experts=c.n_routed_experts,
         chosen=c.num_experts_per_tok,
         scores=2.0 * heads,

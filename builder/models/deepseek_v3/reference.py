@@ -50,8 +50,8 @@ class PlainLatentAttention(PlainAttention):
         k_pe = k_pe[:, None].expand_as(q_pe)
         q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe], -1)
         seen = self.mask(x, cos, sin)
-        causal, k = seen is None, k.type_as(q)
-        o = self.attend(q, k, v, seen, is_causal=causal, scale=self.scale)
+        k = k.type_as(q)
+        o = self.attend(q, k, v, seen, is_causal=seen is None, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def mask(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:

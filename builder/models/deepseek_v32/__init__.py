@@ -1,5 +1,6 @@
 """DeepSeek-V3.2: V3 whose attention reads the rows that an indexer chooses (DSA)."""
 
+import re
 from dataclasses import replace
 
 from mtpbuild.builder.graph.style import Attends
@@ -22,6 +23,8 @@ FAMILY = replace(
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,
     # Of the indexer all products but `weights_proj`, which weighs its heads.
-    products=r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)",
+    quantisable=re.compile(
+        r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"
+    ),
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -31,7 +31,8 @@ class Indexer(nn.Module):
 
     def keys(self, x: Tensor, rows: Positions) -> Tensor:
         """Compute the indexer's part of the cache rows of x [B, T, E]: [B, 1, T, D]."""
-        norm, c = self.k_norm, self.config
+        norm = self.k_norm
+        c = self.config
         rotation = rows.cos, rows.sin, EPS, c.indexer_rope_interleave
         return index_keys(x @ self.wk, norm.weight, norm.bias, *rotation)[:, None]
 
@@ -45,7 +46,8 @@ class Indexer(nn.Module):
         first: Tensor,
     ) -> Tensor:
         """Choose rows for queries' latents q [B, T, ..]; weights [B, T, H]: the heads'."""
-        c, place = self.config, (cache, fresh, rows.base, first)
+        c = self.config
+        place = (cache, fresh, rows.base, first)
         settings = c.index_topk, c.indexer_rope_interleave
         return choose_rows(q @ self.wq_b, weights, rows.cos, rows.sin, *place, *settings)
 

@@ -89,7 +89,7 @@ def indexers(read: Reader) -> tuple[bool, ...]:
 
     regular = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
     pattern = read.get("index_topk_pattern", regular, is_pattern, "letters F and S")
-    names = [LETTERS.get(each, each) for each in pattern]
+    names = [LETTERS.get(entry, entry) for entry in pattern]
     names = read.get("indexer_types", names, are_names, f"a list of names, {FULL} or {SHARED}")
     if len(names) != count or names[0] != FULL:
         raise CheckpointError(

@@ -12,14 +12,14 @@ def list_architectures() -> tuple[Architecture, ...]:
     return (
         Architecture(
             "glm4moe",
-            read_config,
+            read_gguf_config,
             LAYER | SHARED_EXPERTS | MODULE_LAYER,
             splits={"glm4": WordSplit((WORDS,)), "chatglm-bpe": WordSplit((WORDS,))},
         ),
     )
 
 
-def read_config(file: GgufFile) -> Config:
+def read_gguf_config(file: GgufFile) -> Config:
     return {
         **read_sizes(file),
         **read_experts(file),

@@ -1,11 +1,15 @@
 """Qwen3.5, its mixtures of experts, and Qwen3-Next: most layers are a gated delta rule."""
 
+import re
+from dataclasses import replace
+
 from mtpbuild.builder.models.common.copies import list_tied_head
-from mtpbuild.builder.models.common.grouped_config import cache_sections
-from mtpbuild.builder.models.family import Family, import_lazily
+from mtpbuild.builder.models.common.grouped_family import GROUPED
+from mtpbuild.builder.models.family import import_lazily
 from mtpbuild.builder.models.qwen3_5 import config
 
-FAMILY = Family(
+FAMILY = replace(
+    GROUPED,
     name="Qwen3_5ForCausalLM",
     architectures=(
         "Qwen3_5ForCausalLM",
@@ -21,17 +25,12 @@ FAMILY = Family(
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=list_tied_head,
     cache_widths=config.cache_widths,
-    cache_sections=cache_sections,
     recurrent=config.recurrent,
     split_sizes=config.split_sizes,
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainQwen35"),
-    modules=f"{config.PREFIX}layers.",
-    modules_key=config.MODULES,
-    module_extra_prefix=config.PREFIX,
     # Not the small projections of a delta rule, whose results are exponents.
-    products=r"(self_attn|mlp)\..*_proj|linear_attn\.(in_proj_(qkvz?|z)|out_proj)",
+    quantisable=re.compile(r"(self_attn|mlp)\..*_proj|linear_attn\.(in_proj_(qkvz?|z)|out_proj)"),
     own_kinds={"linear_attn": "delta rules"},
-    join="fc",
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

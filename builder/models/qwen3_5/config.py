@@ -9,18 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, MoEConfig, Reader, fixed, integer
+from mtpbuild.builder.checkpoint.config import (
+    COUNT_LIMIT,
+    MODULE_COUNT,
+    ModuleNames,
+    MoEConfig,
+    Reader,
+    fixed,
+    integer,
+)
 from mtpbuild.builder.models.common import grouped_config
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig, list_attention_splits
-from mtpbuild.builder.models.common.moe_config import count_expert_activations, list_expert_splits
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import Recurrent
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
-PREFIX = "mtp."
-KEY = "num_nextn_predict_layers"  # the number of MTP modules, as `ModelConfig` names it
-MODULES = "mtp_num_hidden_layers"  # the same in these models' files
+MODULE_NAMES = ModuleNames(
+    prefix="mtp.layers.",
+    own_prefix="mtp.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    input_proj="fc",
+    head_norm="norm",
+    count="mtp_num_hidden_layers",
+)
 # What transformers' classes take for values that config.json leaves out.
 USUAL: dict[str, Any] = {
     "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
@@ -42,6 +55,9 @@ STATES = ("conv", "delta")
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(MoEConfig, GroupedConfig):
     """The values of a model whose layers are attention or a gated delta rule."""
+
+    module_names = MODULE_NAMES
+    norms_minus_one = True
 
     attention_bias: bool = fixed(False)
     use_qk_norm: bool = fixed(True)
@@ -108,7 +124,7 @@ def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
     config.check_delta()
     if config.num_nextn_predict_layers > 1:
         raise CheckpointError(
-            f"{MODULES} {config.num_nextn_predict_layers} is not supported: nobody has "
+            f"{MODULE_NAMES.count} {config.num_nextn_predict_layers} is not supported: nobody has "
             "defined what more than one MTP module shares"
         )
     return config
@@ -119,7 +135,7 @@ def read_text_values(
 ) -> dict[str, Any]:
     """Return the text model's values under the names that other families have."""
     renamed = {
-        KEY: text.get(MODULES, raw.get(KEY)),
+        MODULE_COUNT: text.get(MODULE_NAMES.count, raw.get(MODULE_COUNT)),
         "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
         "n_routed_experts": text.get("num_experts"),
         "n_shared_experts": 0,  # the shared expert has a gate, so it does not count here
@@ -153,7 +169,7 @@ def moe_layers(read: Reader) -> tuple[bool, ...]:
 
     dense = read.get("mlp_only_layers", [], valid, f"a list of layers below {count}")
     trunk = (i not in dense and (i + 1) % every == 0 for i in range(count))
-    return (*trunk, *[True] * read.integer(KEY, 0, 0, COUNT_LIMIT))
+    return (*trunk, *[True] * read.integer(MODULE_COUNT, 0, 0, COUNT_LIMIT))
 
 
 def cache_widths(c: Qwen35Config, ranks: Ranks) -> list[int]:
@@ -180,18 +196,17 @@ def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
 
 
 def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
-    splits = list_attention_splits(c, ranks)
+    splits = grouped_config.split_sizes(c, ranks)
     if any(c.delta_layers):
         splits.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
         splits.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
-    shared = c.shared_expert_intermediate_size
-    if c.n_routed_experts and shared:
+    if c.n_routed_experts and (inner := c.shared_expert_intermediate_size):
         name = "shared_expert_intermediate_size"
-        splits.append(Split(name, shared, ranks.parts, "shared experts"))
-    return [*splits, *list_expert_splits(c, ranks)]
+        splits.append(Split(name, inner, ranks.parts, "shared experts"))
+    return splits
 
 
 def costs(c: Qwen35Config, ranks: Ranks) -> Costs:
-    counts = {"experts": c.n_routed_experts, "chosen": c.num_experts_per_tok}
-    peak = max(count_expert_activations(c, ranks), 3 * (c.channels + c.delta_values) / ranks.parts)
-    return grouped_config.count_grouped_costs(c, ranks, peak, **counts)
+    grouped = grouped_config.costs(c, ranks)
+    delta = 3 * (c.channels + c.delta_values) / ranks.parts + 4 * c.hidden_size
+    return replace(grouped, activations=max(grouped.activations, delta))

@@ -44,7 +44,7 @@ AS_FLOATS = re.compile(r".*(in_proj_(a|b)|shared_expert_gate)\.weight")
 def list_architectures() -> tuple[Architecture, ...]:
     dense = Architecture(
         "qwen35",
-        lambda file: read_config(file, "Qwen3_5", "qwen3_5_text", moe=False),
+        lambda file: read_gguf_config(file, "Qwen3_5", "qwen3_5_text", moe=False),
         TENSORS,
         modules=MODULES,
         splits={"qwen35": WordSplit((split_words(r"[\p{L}\p{M}]"),), normalised=True)},
@@ -53,11 +53,11 @@ def list_architectures() -> tuple[Architecture, ...]:
     experts = replace(
         dense,
         name="qwen35moe",
-        config=lambda file: read_config(file, "Qwen3_5Moe", "qwen3_5_moe_text"),
+        config=lambda file: read_gguf_config(file, "Qwen3_5Moe", "qwen3_5_moe_text"),
     )
     older = Architecture(
         "qwen3next",
-        lambda file: read_config(file, "Qwen3Next", "qwen3_next"),
+        lambda file: read_gguf_config(file, "Qwen3Next", "qwen3_next"),
         TENSORS,
         modules=MODULES,
         splits={"qwen2": WordSplit((split_words(r"\p{L}"),), normalised=True)},
@@ -67,7 +67,7 @@ def list_architectures() -> tuple[Architecture, ...]:
     return dense, experts, older
 
 
-def read_config(file: GgufFile, name: str, model_type: str, moe: bool = True) -> Config:
+def read_gguf_config(file: GgufFile, name: str, model_type: str, moe: bool = True) -> Config:
     values = file.key("ssm.time_step_rank")
     experts: Config = {} if not moe else {
         "num_experts": file.key("expert_count"),
@@ -154,7 +154,8 @@ def merge_packed(file: GgufFile, layer: str, tensors: LayerTensors) -> Iterator[
 
 def join_kinds(keys: int, sizes: Sequence[int]) -> Order:
     """Return rows that lie kind by kind, in the order of key heads."""
-    kinds, start = [], 0
+    kinds = []
+    start = 0
     for size in sizes:
         kinds.append(start + np.arange(keys * size).reshape(keys, size))
         start += keys * size

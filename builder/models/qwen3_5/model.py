@@ -113,7 +113,8 @@ class Qwen35(CausalLM):
 
     def __init__(self, c: Qwen35Config, ranks: Ranks = ALONE) -> None:
         def make_mlp(layer: int) -> nn.Module:
-            mlp, inner = feed_forward(c, layer, ranks), c.shared_expert_intermediate_size
+            mlp = feed_forward(c, layer, ranks)
+            inner = c.shared_expert_intermediate_size
             if isinstance(mlp, MoE) and inner:
                 mlp.shared_experts = GatedMLP(c.hidden_size, inner // ranks.parts)
             return mlp

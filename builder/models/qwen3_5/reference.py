@@ -7,12 +7,8 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.plain import (
     Block,
     PlainCausalLM,
-    PlainDecoderLayer,
     PlainGroupedAttention,
     PlainMLP,
-    PlainMTPModule,
-    PlainRMSNorm,
-    PlainTrunk,
     weigh_by_expert,
 )
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
@@ -20,44 +16,14 @@ from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 CHUNK = 64  # tokens of a delta rule that are computed together
 
 
-class PlainUnitRMSNorm(PlainRMSNorm):
-    """A norm whose factor is 1 + weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * (1 + self.weight.float())).type_as(x)
-
-
-class PlainGatedAttention(PlainGroupedAttention):
-    """Grouped-query attention with a gate beside each head's query, for the head's output."""
-
-    def __init__(self, c: Qwen35Config) -> None:
-        super().__init__(c)
-        E, H, D = c.hidden_size, c.num_attention_heads, c.head_dim
-        self.q_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
-        self.k_norm = PlainUnitRMSNorm(D, c.rms_norm_eps)
-        self.q_proj = nn.Linear(E, 2 * H * D, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        D = self.config.head_dim
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * D)).split(D, dim=-1)
-        k, v = (p(x).unflatten(-1, (-1, D)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
-        q = self.rotate_heads(self.q_norm(q).transpose(1, 2), cos, sin)
-        k = self.rotate_heads(self.k_norm(k), cos, sin)
-        times = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-        o = self.attend(q, k, v, None, is_causal=True, scale=self.scale)
-        o = o.transpose(1, 2).flatten(2)
-        return self.o_proj(o * gate.flatten(2).sigmoid())
-
-
 class PlainGatedDelta(nn.Module):
     """The gated delta rule (arXiv:2412.06464), written out as it is defined."""
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E, H = c, c.hidden_size, c.linear_num_value_heads
+        self.config = c
+        E = c.hidden_size
+        H = c.linear_num_value_heads
         projected = {"in_proj_qkv": c.channels, "in_proj_z": c.delta_values}
         projected |= {"in_proj_b": H, "in_proj_a": H}
         if c.packed:
@@ -92,11 +58,13 @@ class PlainGatedDelta(nn.Module):
         qkv, z, b, a = self.projected(x)
         mixed = F.silu(self.conv1d(qkv.mT)[..., :T].mT)
         q, k, v = mixed.split([c.delta_keys, c.delta_keys, c.delta_values], dim=-1)
-        q, k = (heads(each, K, H) for each in (q, k))
+        q, k = (heads(part, K, H) for part in (q, k))
         q = q / K**0.5
-        v, decay = heads(v, V, H, normed=False), -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        S, outputs = x.new_zeros(x.shape[0], H, K, V), []
-        tokens = (each.transpose(1, 2).split(CHUNK, dim=2) for each in (q, k, v, decay, b))
+        v = heads(v, V, H, normed=False)
+        decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
+        S = x.new_zeros(x.shape[0], H, K, V)
+        outputs = []
+        tokens = (part.transpose(1, 2).split(CHUNK, dim=2) for part in (q, k, v, decay, b))
         for chunk in zip(*tokens, strict=True):
             S, o = run_chunk(S, *chunk)
             outputs.append(o)
@@ -116,13 +84,14 @@ def run_chunk(
     """
     total = decay.cumsum(-1)[..., None]  # since the chunk began
     since = (total - total.mT).tril().exp().tril()  # [i, j]: from token j to token i
-    beta, own = b.sigmoid()[..., None], total.exp()
+    beta = b.sigmoid()[..., None]
+    decayed = total.exp()
     system = (beta * (k @ k.mT) * since).tril(-1)
-    right = beta * (v - own * (k @ S))
+    right = beta * (v - decayed * (k @ S))
     u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    o = own * (q @ S) + (q @ k.mT * since) @ u
+    o = decayed * (q @ S) + (q @ k.mT * since) @ u
     left = (total[..., -1:, :] - total).exp()
-    return own[..., -1:, :] * S + (left * k).mT @ u, o
+    return decayed[..., -1:, :] * S + (left * k).mT @ u, o
 
 
 def heads(x: Tensor, width: int, count: int, normed: bool = True) -> Tensor:
@@ -138,10 +107,11 @@ class PlainQwen35MoE(nn.Module):
 
     def __init__(self, c: Qwen35Config) -> None:
         super().__init__()
-        self.config, E = c, c.hidden_size
+        self.config = c
+        E = c.hidden_size
         self.gate = nn.Linear(E, c.n_routed_experts, bias=False)
-        each = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
-        self.experts = nn.ModuleList(each)
+        experts = (PlainMLP(E, c.moe_intermediate_size) for _ in range(c.n_routed_experts))
+        self.experts = nn.ModuleList(experts)
         if inner := c.shared_expert_intermediate_size:
             self.shared_expert = PlainMLP(E, inner)
             self.shared_expert_gate = nn.Linear(E, 1, bias=False)
@@ -158,73 +128,15 @@ class PlainQwen35MoE(nn.Module):
         return y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
 
 
-class PlainQwen35Layer(PlainDecoderLayer):
-    def __init__(self, c: Qwen35Config, block: Block) -> None:
-        nn.Module.__init__(self)
-        self.input_layernorm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.kind = "linear_attn" if isinstance(block[0], PlainGatedDelta) else "self_attn"
-        setattr(self, self.kind, block[0])
-        self.post_attention_layernorm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = block[1]
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + getattr(self, self.kind)(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class PlainQwen35Module(PlainMTPModule):
-    """The checkpoint's `mtp.`: the join, one layer, and a norm."""
-
-    def __init__(self, c: Qwen35Config, block: Block) -> None:
-        nn.Module.__init__(self)
-        self.pre_fc_norm_embedding = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.pre_fc_norm_hidden = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.layers = nn.ModuleList([PlainQwen35Layer(c, block)])
-        self.norm = PlainUnitRMSNorm(c.hidden_size, c.rms_norm_eps)
-
-    def own(self, name: str) -> None:
-        """Return None: the module has no embedding and no head of its own."""
-
-    def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        halves = [self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)]
-        y: Tensor = self.layers[0](self.fc(torch.cat(halves, dim=-1)), cos, sin)
-        return y
-
-    def normed(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x)
-        return y
-
-
 class PlainQwen35(PlainCausalLM):
     config: Qwen35Config
 
-    def __init__(self, config: Qwen35Config) -> None:
-        c = config
-
+    def __init__(self, c: Qwen35Config) -> None:
         def block(layer: int) -> Block:
             delta = layer < c.num_hidden_layers and c.delta_layers[layer]
-            first = PlainGatedDelta(c) if delta else PlainGatedAttention(c)
+            attention = PlainGatedDelta(c) if delta else PlainGroupedAttention(c)
             if c.is_moe(layer):
-                return first, PlainQwen35MoE(c)
-            return first, PlainMLP(c.hidden_size, c.intermediate_size)
+                return attention, PlainQwen35MoE(c)
+            return attention, PlainMLP(c.hidden_size, c.intermediate_size)
 
         super().__init__(c, block, c.rotary_dim)
-
-    def make_layer(self, block: Block) -> PlainDecoderLayer:
-        return PlainQwen35Layer(self.config, block)
-
-    def make_module(self, block: Block, j: int) -> PlainMTPModule:
-        return PlainQwen35Module(self.config, block)
-
-    def join(self, trunk: list[PlainDecoderLayer], modules: list[PlainMTPModule]) -> PlainTrunk:
-        for module in modules:  # at most one; set by hand, as `mtp` is a method
-            self._modules["mtp"] = module
-        model = PlainTrunk(self.config, trunk)
-        model.norm = PlainUnitRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
-        return model
-
-    def module(self, k: int) -> PlainMTPModule:
-        module = self._modules["mtp"]
-        assert isinstance(module, PlainQwen35Module)
-        return module

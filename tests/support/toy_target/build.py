@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.program.trace import TracedProgram
@@ -15,27 +16,17 @@ from mtpbuild.runtime.flag_groups import flag
 
 
 @dataclass(frozen=True)
-class ToyOptions:
-    """The flags that only this target has."""
+class Toy(Target):
+    """Exports programs, which torch itself runs; its fields are its flags."""
 
     toy_mark: str = flag("none", "A word for the engine's record.")
 
-
-class Toy(Target):
-    """Exports programs, which torch itself runs."""
-
     name = "toy"
-    Options = ToyOptions
+    style = GraphStyle(embeds_weights=True)
 
-    def check(self, request: BuildRequest, options: ToyOptions) -> None:
-        if not options.toy_mark.isalpha():
-            raise UsageError(f"--toy-mark {options.toy_mark} is not a word")
-
-    def check_machine(self, plan: Plan) -> None:
-        """Accept every machine: wherever an engine is built, there is torch."""
-
-    def embeds_weights(self, options: ToyOptions) -> bool:
-        return True
+    def check(self, request: BuildRequest) -> None:
+        if not self.toy_mark.isalpha():
+            raise UsageError(f"--toy-mark {self.toy_mark} is not a word")
 
     def lower(self, traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path) -> str:
         import torch
@@ -50,7 +41,7 @@ class Toy(Target):
         return traced.name
 
     def info(self, plan: Plan) -> TargetInfo:
-        return TargetInfo(name=self.name, hardware="any", versions={"mark": plan.options.toy_mark})
+        return TargetInfo(name=self.name, hardware="any", versions={"mark": self.toy_mark})
 
 
 TARGET = Toy()
