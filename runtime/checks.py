@@ -85,7 +85,7 @@ def check_list(name: str, item: Check, limit: int) -> Check:
         if not isinstance(items, list | tuple | set | frozenset):
             raise ValueError(f"must be a list of {name}, not {format_value(values)}")
         if len(items) > limit:
-            raise ValueError(f"must be a list of {limit} at limit, not of {len(items)}")
+            raise ValueError(f"must be a list of {limit} at most, not of {len(items)}")
         try:
             return tuple(map(item, items))
         except ValueError as error:
@@ -111,13 +111,13 @@ def check_object(value: object) -> dict[str, Any]:
 
 
 def check_biases(limit: int) -> Check:
-    """Return a check for a map of at limit `limit` token ids, numbers or texts, to logit biases."""
+    """Return a check for a map of at most `limit` token ids, numbers or texts, to logit biases."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
             raise ValueError(f"must map token ids to numbers, not {format_value(values)}")
         if len(values) > limit:
-            raise ValueError(f"must be of {limit} tokens at limit, not of {len(values)}")
+            raise ValueError(f"must be of {limit} tokens at most, not of {len(values)}")
         return dict(read_entry(*item) for item in values.items())
 
     def read_entry(id: object, value: object) -> tuple[int, float]:

@@ -36,7 +36,7 @@ def check_regular(path: Path, limit: int | None = None) -> os.stat_result:
         what = KINDS.get(kind, "something else")
         raise OSError(errno.EINVAL, f"{what}, not a regular file", str(path))
     if limit is not None and status.st_size > limit:
-        says = f"{status.st_size:,} bytes, of which {limit:,} at limit are read"
+        says = f"{status.st_size:,} bytes, of which {limit:,} at most are read"
         raise OSError(errno.EFBIG, says, str(path))
     return status
 
