@@ -187,7 +187,7 @@ class GgmlFormat(ReadFormat):
 
 @dataclass(frozen=True)
 class FormatModule:
-    """What a module of this folder reads."""
+    """The formats that a module of this folder reads."""
 
     formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
     # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.

@@ -337,11 +337,11 @@ def choose_read_format(format: Format, held: Format) -> Format:
 
 
 class ReadsWeights(Protocol):
-    """What reads weights, and notes what their encoding changed."""
+    """A reader of weights, which notes what their encoding changed."""
 
     @property
     def losses(self) -> dict[str, Loss]:
-        """What rounding changed in weights whose format an engine can't keep, by weight."""
+        """The losses by rounding of weights whose format an engine can't keep, by weight."""
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32."""

@@ -29,7 +29,7 @@ WARM_UP = 8  # tokens of the prompt that is filled in before the first request
 
 @dataclass(eq=False, kw_only=True)
 class LoadedEngine:
-    """What was loaded of an engine directory; `Engine.swap` replaces it by another one."""
+    """The loaded parts of an engine directory; `Engine.swap` replaces it by another one."""
 
     manifest: Manifest
     tokenizer: Tokenizer | None

@@ -22,7 +22,7 @@ SPARSE = 8  # characters per allowed token, above which a text is checked piece 
 
 
 class ModelIds(Protocol):
-    """What a tokenizer without a configuration needs of a manifest or a checkpoint."""
+    """The fields of a manifest or a checkpoint that a tokenizer without a configuration needs."""
 
     @property
     def bos_token_id(self) -> int | None: ...
