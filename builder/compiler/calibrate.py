@@ -113,5 +113,5 @@ def cut_text(path: Path, folder: Path) -> list[list[int]]:
         raise UsageError(f"{FLAG} {path}: can't be read ({error})") from None
     pieces = [ids[i : i + PIECE] for i in range(0, min(len(ids), MAX_TOKENS), PIECE)]
     if not pieces:
-        raise UsageError(f"{FLAG} {path}: no text is in it")
+        raise UsageError(f"{FLAG} {path} has no text")
     return pieces

@@ -36,11 +36,13 @@ def check_flags(request: BuildRequest) -> Target:
         raise UsageError(f"--dump {request.dump} is there already: name a new folder")
     if request.dump is not None and request.dry_run:
         raise UsageError(
-            f"--dump {request.dump}: a dry run compiles nothing: leave one of them out"
+            f"--dump {request.dump} needs programs, which --dry-run does not make: drop one of them"
         )
     if request.exact and not target.may_be_exact:
         can = list_target_names(lambda other: other.may_be_exact)
-        raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")
+        raise UsageError(
+            f"--exact: target {target.name} makes no exact engines; give --target {can}"
+        )
     return target
 
 
@@ -63,7 +65,7 @@ def choose_draft_ids(
     if nextns == (0,):
         raise UsageError("--draft-vocab is for engines that draft: --nextn 0 has no drafts")
     if request.ranks.tp > 1:
-        raise UsageError("--draft-vocab is for one rank: with --tp every rank has a part of a head")
+        raise UsageError("--draft-vocab needs an engine of one rank: leave --tp out")
     return draft_ids(request.draft_vocab, folder, vocab_size)
 
 

@@ -168,7 +168,7 @@ def refuse(engine: Path, checkpoint: Path, differences: list[str]) -> None:
     if differences:
         more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         named = "; ".join(differences[:SHOWN])
-        raise UsageError(f"{checkpoint} does not fit {engine}: {named}{more}: build it anew")
+        raise UsageError(f"{checkpoint} does not fit {engine}: {named}{more}; build it anew")
 
 
 def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:

@@ -54,7 +54,7 @@ def find_trunk(folder: Path) -> Path:
     if not first:
         raise CheckpointError(f"{folder}: no GGUF file of a whole model, only {paths[0].name}")
     names = ", ".join(path.name for path in first)
-    raise CheckpointError(f"{folder}: has several models: name one of its files: {names}")
+    raise CheckpointError(f"{folder} holds several models; name one of its files: {names}")
 
 
 def find_head(trunk: Path) -> Path | None:

@@ -70,7 +70,9 @@ def read_prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
     if path is not None:
         return read_requests(path, engine, params, FLAG)
     if engine.tokenizer is None:
-        raise UsageError(f"--calibrate: the model has no tokenizer: give {FLAG} with input_ids")
+        raise UsageError(
+            f"--calibrate needs texts, and the model has no tokenizer: give {FLAG} with input_ids"
+        )
     code, reasoning = (find_built_in(name) for name in BUILT_IN)
     kinds = [read_requests(code, engine, params)[HELD_OUT:]]
     if engine.tokenizer.chat_template is not None:

@@ -212,7 +212,7 @@ class Manifest(_Record):
             sizes = known | ({"rows": build.capacity} if spec.role == "rows" else {})
             for size, count in spec.sizes.items():
                 if not 0 <= count <= MAX_SIZE or count != sizes.get(size, count):
-                    raise ValueError(f"state {spec.name}: {size} {count} is not what it says else")
+                    raise ValueError(f"state {spec.name}: {size} {count} contradicts the rest")
         if len(states) < len(self.state):
             raise ValueError("two states have one name")
         ahead = {t.name: t for p in self.programs.values() for t in p.inputs}.get("ahead")

@@ -66,7 +66,7 @@ def find_own_rank(folder: Path, manifest: Manifest) -> int:
     except ValueError as error:
         raise EngineError(f"RANK and WORLD_SIZE in the environment: {error}") from None
     if ranks != tp:
-        raise EngineError(f"{folder}: an engine of {tp} ranks, these are {ranks}")
+        raise EngineError(f"{folder} needs {tp} ranks, and torchrun started {ranks}")
     return rank
 
 

@@ -96,7 +96,7 @@ class PrefixFolder:
         try:
             file = self._files.open(path, mapped=False)
             if not file.is_whole:
-                raise ValueError("its hash is another one")
+                raise ValueError("its bytes differ from its hash")
         except (ValueError, OSError) as error:
             log.warning("%s: damaged, so its tokens are filled in anew (%s)", path, error)
             return None

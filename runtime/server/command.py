@@ -66,7 +66,7 @@ def serve(
 
     for name, value, limit in (("port", port, 65535), ("drain-timeout", drain_timeout, 10**9)):
         if not 0 <= value <= limit:
-            raise UsageError(f"--{name} {value} can't be: 0 to {limit}")
+            raise UsageError(f"--{name} {value} is outside 0..{limit}")
     settings = ServerOptions(
         **vars(replica) | {"allowed_hosts": [*(replica.allowed_hosts or ()), host]},
         key=read_key(replica.api_key),

@@ -150,6 +150,6 @@ def parse_keep(text: str) -> float:
     """Read --keep, in ollama's words: 90s, 10m, 1h, a number of seconds; negative: for ever."""
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
-        raise UsageError(f"--keep {text}: a time such as 90s, 10m, 1h, 0 or -1 (for ever)")
+        raise UsageError(f"--keep {text} is no time: give 90s, 10m, 1h, 0 or -1 (for ever)")
     seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     return math.inf if seconds < 0 else seconds

@@ -95,7 +95,7 @@ class ChatTemplates:
             if name in self._sources:
                 return self._sources[name]
         names = ", ".join(sorted(self._sources))
-        raise RequestError(f"of this engine's chat templates ({names}) none is the default")
+        raise RequestError(f"this engine's chat templates ({names}) have no default")
 
 
 def _render(source: TemplateText, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:

@@ -89,7 +89,7 @@ class StepLine(_Line):
         if not self.window or counts != {self.num_drafts} or lengths != {self.n}:
             raise ValueError("window, tokens and numbers don't have the lengths they say")
         if not 1 <= self.n <= self.num_drafts + 1:
-            raise ValueError(f"{self.n} tokens from {self.num_drafts} drafts")
+            raise ValueError(f"n {self.n} is outside 1..{self.num_drafts + 1}, num_drafts plus one")
         return self
 
 
@@ -136,7 +136,7 @@ class TracedRequest:
     def add(self, line: StepLine | EndLine) -> None:
         """Append a line; raise ValueError if it does not follow the last one."""
         if self.end is not None:
-            raise ValueError("its request has ended before")
+            raise ValueError("this line comes after the last one of its request")
         if isinstance(line, EndLine):
             self.end = line
             return
@@ -145,7 +145,7 @@ class TracedRequest:
         position = last.position + last.n if last else len(self.request.prompt) - 1
         newest = last.tokens[-1] if last else self.request.prompt[-1]
         if (line.step, line.position, line.window[0]) != (number, position, newest):
-            raise ValueError(f"not step {number} after token {newest} at position {position}")
+            raise ValueError(f"must be step {number}, after token {newest} at position {position}")
         self.steps.append(line)
 
 
@@ -188,7 +188,7 @@ def add_line(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
     """Add a line to its request; raise ValueError if it does not belong there."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
-            raise ValueError(f"request {line.task_id} has begun before")
+            raise ValueError(f"request {line.task_id} began in an earlier line")
         requests[line.task_id] = TracedRequest(line)
     elif not isinstance(line, SummaryLine):
         if line.task_id not in requests:

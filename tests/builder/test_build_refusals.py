@@ -49,7 +49,7 @@ REFUSED = [
     ("--cache-dtype int8 --portable", "--portable engines are fp32, so --cache-dtype int8 needs"),
     ("--weights int8 --portable", "--portable engines are fp32, so --weights int8 needs"),
     ("--exact --portable", "--portable engines compute by onnxruntime's products"),
-    ("--exact --target inductor", "--exact: engines of target inductor are not; those of onnx"),
+    ("--exact --target inductor", "--exact: target inductor makes no exact engines"),
     # Machines
     ("--device gpu --target inductor", "--device gpu is unknown; supported: cpu, cuda"),
     ("--device cuda", "--device cuda is for target inductor, not onnxruntime"),

@@ -340,7 +340,7 @@ def test_where_it_does_not_run(undrafted: Path, monkeypatch: pytest.MonkeyPatch)
         start_ranks(undrafted, read_manifest(undrafted)).__enter__()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):
+    with pytest.raises(EngineError, match="needs 2 ranks, and torchrun started 4"):
         Engine.load(undrafted)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(EngineError, match=r"RANK and WORLD_SIZE in the environment: .*'first'"):

@@ -339,7 +339,7 @@ def test_which_template(tmp_path: Path, config: Any, files: Files) -> None:
 
 def test_templates_without_a_default(tmp_path: Path) -> None:
     ours = load_ours(write_files(tmp_path, features() | {f"{FOLDER}/rag.jinja": source("rag")}))
-    with pytest.raises(RequestError, match=r"chat templates \(rag\) none is the default"):
+    with pytest.raises(RequestError, match=r"chat templates \(rag\) have no default"):
         ours.chat_prompt(HELLO)
 
 

@@ -269,8 +269,8 @@ def test_no_file(a: Path, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda lines: lines.pop(0), ":1: request 0 has not begun"),
-        (lambda lines: lines.pop(2), ":3: not step 1 after token"),
-        (lambda lines: lines.insert(1, lines[0]), ":2: request 0 has begun before"),
+        (lambda lines: lines.pop(2), ":3: must be step 1, after token"),
+        (lambda lines: lines.insert(1, lines[0]), ":2: request 0 began in an earlier line"),
         (lambda lines: lines.append(lines[0]), ": after the summary"),
         (lambda lines: lines[2]["tokens"].append(5), "don't have the lengths they say"),
         (lambda lines: lines[2].update(num_drafts=1), "don't have the lengths they say"),

@@ -21,7 +21,7 @@ from tests.support.invoke import invoke, options
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--port 99999", "--port 99999 can't be: 0 to 65535"),
+        ("--port 99999", "--port 99999 is outside 0..65535"),
         ("--max-queue -1", "max_queue must be a whole number in 0..1000000000, not -1"),
         ("--request-timeout -1", "request_timeout must be a number in 0..1000000000, not -1.0"),
         ("--request-timeout nan", "request_timeout must be a number"),
@@ -41,7 +41,7 @@ from tests.support.invoke import invoke, options
             "the configuration asks for nextn 5, the engine was built",
         ),
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
-        ("--keep soon", "--keep soon: a time such as 90s, 10m, 1h, 0 or -1"),
+        ("--keep soon", "--keep soon is no time: give 90s, 10m, 1h, 0 or -1"),
         ("--engine {engine}", "two engines are called fake: give --engine NAME=FOLDER"),
         ("--engine b={engine} --served-model-name x", "is for one --engine FOLDER: other engines"),
         ("--engine b={engine} --max-seq-len 65", "fake: max_seq_len must be from 7 to 64"),
