@@ -73,7 +73,7 @@ REFUSED = [
     ("--rank 0 --target inductor", "--rank is one of several: say --tp, how many they are"),
     ("--tp 4 --rank 4 --target inductor", "--rank 4 is outside 0..3"),
     ("--tp 4 --rank=-1 --target inductor", "--rank -1 is outside 0..3"),
-    ("--draft-vocab 5 --tp 2 --target inductor", "--draft-vocab is for one rank"),
+    ("--draft-vocab 5 --tp 2 --target inductor", "--draft-vocab needs an engine of one rank"),
     *(
         (f"--allreduce-strategy one-shot --target inductor {more}", "--allreduce-strategy one-shot "
          "is for --device cuda and --tp 2 to 16")
