@@ -71,7 +71,6 @@ class Family:
     architectures: tuple[str, ...]  # names in config.json that select it, as model_type does
     model_type: str
     config: type[ModelConfig]
-    parse_config: Callable[[Mapping[str, Any]], ModelConfig]
     make_model: "Callable[[Any, Ranks], CausalLM]"  # parameters without values
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head

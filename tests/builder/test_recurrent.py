@@ -33,8 +33,8 @@ from tests.support.recurrent_family import (
     SUMS,
     PlainSumming,
     RunningSum,
+    SummingConfig,
     make_summing,
-    parse_config,
 )
 from tests.support.steps import check_family
 
@@ -59,7 +59,7 @@ def folder(plain: PlainSumming, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def traced(plain: PlainSumming, nextn: int = NEXTN) -> tuple[InductorPrograms, Manifest]:
     """Return target inductor's programs on a CPU, run eagerly in place of compiled ones."""
     drafter = DRAFTERS.get(nextn, EAGLE)
-    plan = Plan(parse_config(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
+    plan = Plan(SummingConfig.parse(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
     programs = {p.name: p for p in make_programs(plan, lower(plain))}
     manifest = manifest_of(plan, tuple(programs.values()))
 

@@ -3,7 +3,7 @@
 Two key-value heads serve four query heads. A cache row holds both heads' keys, then their values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, integer
+from mtpbuild.builder.checkpoint.config import ModelConfig, integer
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import (
     MLP,
@@ -43,10 +43,6 @@ class ToyConfig(ModelConfig):
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
     head_dim: int = integer()
-
-
-def parse_config(raw: Mapping[str, Any]) -> ToyConfig:
-    return Reader(raw).fill(ToyConfig)
 
 
 class ToyAttention(Attention):
@@ -244,7 +240,6 @@ TOY = Family(
     architectures=("ToyForCausalLM",),
     model_type="toy",
     config=ToyConfig,
-    parse_config=parse_config,
     make_model=Toy,
     weight_table=weight_table,
     copies=lambda c: [],
@@ -261,7 +256,7 @@ def make_toy(seed: int = 0) -> PlainToy:
     The module knows it too, so drafts are often right. Attention matters enough to change the text.
     """
     torch.manual_seed(seed)
-    return fill_toy(PlainToy(parse_config(CONFIG)).eval())
+    return fill_toy(PlainToy(ToyConfig.parse(CONFIG)).eval())
 
 
 def fill_toy(model: AnyToy) -> AnyToy:

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.plain import (
-    Block,
     PlainCausalLM,
     PlainGroupedAttention,
     PlainMLP,
@@ -132,11 +131,15 @@ class PlainQwen35(PlainCausalLM):
     config: Qwen35Config
 
     def __init__(self, c: Qwen35Config) -> None:
-        def block(layer: int) -> Block:
+        def attention(layer: int) -> nn.Module:
             delta = layer < c.num_hidden_layers and c.delta_layers[layer]
-            attention = PlainGatedDelta(c) if delta else PlainGroupedAttention(c)
-            if c.is_moe(layer):
-                return attention, PlainQwen35MoE(c)
-            return attention, PlainMLP(c.hidden_size, c.intermediate_size)
+            return PlainGatedDelta(c) if delta else PlainGroupedAttention(c)
 
-        super().__init__(c, block, c.rotary_dim)
+        super().__init__(c, attention, c.rotary_dim)
+
+    def make_feed_forward(self, layer: int) -> nn.Module:
+        return (
+            PlainQwen35MoE(self.config)
+            if self.config.is_moe(layer)
+            else super().make_feed_forward(layer)
+        )
