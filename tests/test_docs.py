@@ -62,13 +62,20 @@ def documents(language: str, *marks: str | None) -> list[Any]:
 
 
 def test_every_block_says_what_it_is() -> None:
-    known = {"bash", "console", "json", "python", "text", "toml", "yaml"}
+    known = {"bash", "console", "diff", "json", "python", "text", "toml", "yaml"}
     assert [str(block) for block in BLOCKS if block.language not in known] == []
     fences = sum(len(re.findall(r"(?m)^ *```", path.read_text())) for path in DOCUMENTS)
     assert 2 * len(BLOCKS) == fences  # the expression finds them all
     commands = [block for block in BLOCKS if block.language in ("bash", "console")]
     assert len(commands) > 50
     assert sum(block.mark is None for block in commands) > 20
+
+
+def test_diffs_stand_in_the_tree() -> None:
+    parts = [p for b in BLOCKS if b.language == "diff" for p in b.text.split("+++ ")[1:]]
+    assert len(parts) == 3
+    for file, *lines in map(str.splitlines, parts):
+        assert "\n".join(line[1:] for line in lines) in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_every_page_has_its_line() -> None:

@@ -275,9 +275,9 @@ def test_ops_need_torch_alone() -> None:
             assert leaf not in FACETS | OF_TRITON, f"{path} imports {name} at module level"
 
 
-# What each module of a kind has by the same name: a family's `parse_config`, a lowering's `lower`.
+# What each module of a kind has by the same name: a family's `costs`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
-OF_A_KIND = "cache_widths costs info load lower parse_config split_sizes weight_table"
+OF_A_KIND = "cache_widths costs info load lower split_sizes weight_table"
 SAME_FUNCTIONS = f"{OF_A_KIND} list_architectures find_format refit visible_gpus"
 
 

@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def config(self) -> ModelConfig:
-        return find_family(dict(self.raw)).parse_config(self.raw)
+        return find_family(dict(self.raw)).config.parse(self.raw)
 
     @property
     def scheme(self) -> Scheme:

@@ -46,7 +46,7 @@ def make_shapes(c: Config) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors by name, without values."""
     family = find_family(c)
     with torch.device("meta"):
-        return family.reference(family.parse_config(c)).state_dict()
+        return family.reference(family.config.parse(c)).state_dict()
 
 
 def find_shapes(c: Config, modules: int) -> dict[str, Shape]:

@@ -195,6 +195,9 @@ class ModelConfig:
     module_names: ClassVar[ModuleNames] = ModuleNames()
     # Whether norms are stored as their factor minus 1.
     norms_minus_one: ClassVar[bool] = False
+    # What transformers' class takes for a value that config.json leaves out.
+    usual: ClassVar[dict[str, Any]] = {}
+    supported: ClassVar[dict[str, Any]] = {}  # the only value of a key that may be missing
 
     vocab_size: int = integer()
     hidden_size: int = integer()
@@ -213,6 +216,21 @@ class ModelConfig:
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
     # Names and shapes of the weights that a drafter of another package brings.
     drafter_weights: tuple[tuple[str, tuple[int, ...]], ...] = fixed(())
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Self:
+        """Normalise a `config.json`; raise CheckpointError."""
+        return cls.read(Reader(raw, cls.usual))
+
+    @classmethod
+    def read(cls, values: Reader) -> Self:
+        values.only(**cls.supported)
+        config = values.fill(cls)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise CheckpointError unless the values fit together."""
 
     def sliced(self, first: int, count: int) -> Self:
         """Return the configuration of `count` main layers from `first` on; may raise UsageError."""
@@ -251,8 +269,8 @@ class MoEConfig(ModelConfig):
         kept = (*self.moe_layers[first : first + count], *modules)
         return replace(super().sliced(first, count), moe_layers=kept)
 
-    def check_experts(self) -> None:
-        """Raise CheckpointError unless the numbers of experts and groups fit together."""
+    def check(self) -> None:
+        super().check()
         if not self.n_routed_experts:
             return
         size, rest = divmod(self.n_routed_experts, self.n_group)

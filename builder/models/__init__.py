@@ -98,8 +98,8 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
                 raise CheckpointError("expected a JSON object")
             family = find_family(raw)
             if modules is not None:
-                return family.parse_config(set_modules(family, raw, modules))
-            return family.parse_config(with_modules(family, raw, read_stored_names(folder)))
+                return family.config.parse(set_modules(family, raw, modules))
+            return family.config.parse(with_modules(family, raw, read_stored_names(folder)))
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.graph.style import Attends
-from mtpbuild.builder.models.common.copies import Copy, map_copies
+from mtpbuild.builder.models.common.copies import Copy, is_own
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, name_layer_state
@@ -71,7 +71,6 @@ class Family:
     architectures: tuple[str, ...]  # names in config.json that select it, as model_type does
     model_type: str
     config: type[ModelConfig]
-    parse_config: Callable[[Mapping[str, Any]], ModelConfig]
     make_model: "Callable[[Any, Ranks], CausalLM]"  # parameters without values
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head
@@ -98,7 +97,7 @@ class Family:
 
     def duplicates(self, c: Any) -> dict[str, str]:
         """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
-        return map_copies(c, self.copies(c))
+        return {copy.name: copy.original for copy in self.copies(c) if not is_own(c, copy)}
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
         """Return a tensor's layer and the rest of its name, or None if it is in no layer.

@@ -51,11 +51,11 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
     In that case transformers assumes one module; we count the modules that have tensors. Modules
     that have tensors count, too, if config.json says that there are fewer.
     """
-    config = family.parse_config(raw)
+    config = family.config.parse(raw)
     names = list(names)
     if raw.get(MODULE_COUNT) is None:
         raw = {**raw, MODULE_COUNT: count_stored_modules(family, config, names)}
-        config = family.parse_config(raw)
+        config = family.config.parse(raw)
     count = count_sure_modules(family, config, names)
     return set_modules(family, raw, count) if count > config.num_nextn_predict_layers else raw
 

@@ -1,6 +1,7 @@
 """How a step judges and chooses tokens: greedily in all slots, or as each request asks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,7 +107,9 @@ class MixedAcceptance(Acceptance):
         controls: the requests' settings [B, ..]. grammar: the inputs of `CONSTRAINTS`, if any.
         rules: acceptance rules of other packages, whose settings are among `controls`.
         """
-        self.controls, self.grammar, self.rules = controls, grammar or {}, rules
+        self.controls = controls
+        self.grammar = grammar or {}
+        self.rules = rules
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
         self._history: Tensor | None = None  # all tokens so far, with the window's
@@ -114,10 +117,15 @@ class MixedAcceptance(Acceptance):
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
-        probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
-        slots, history = list_slot_operands(state, active), state.get(HISTORY)
-        operands = (*slots, probs, self.controls, history, self.grammar)
-        verdict = accept_mixed(logits, *operands, self.rules)
+        verdict = accept_mixed(
+            logits,
+            *list_slot_operands(state, active),
+            draft_probs=state.get("draft_probs", logits.new_zeros(B, T - 1, V)),
+            controls=self.controls,
+            history=state.get(HISTORY),
+            grammar=self.grammar,
+            rules=self.rules,
+        )
         self.lengths = verdict.lengths
         if HISTORY in state:
             self._history = record_window(state[HISTORY], state["window"], state["lengths"])
@@ -138,13 +146,13 @@ class MixedAcceptance(Acceptance):
         number = draft_number(self.controls, self.lengths, k)
         shaping = {name: self.controls[name] for name in SHAPING}
         not_greedy = self.controls["temperature"] > 0
-        sampled = logits, number, self.controls["sampled_drafts"], shaping
+        sampled = (logits, number, self.controls["sampled_drafts"], shaping)
         if self._history is None:
             draft, probs = when(not_greedy.any(), _draw_draft, _choose_greedy_draft, sampled)
         else:
             not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in READ}
-            penalties = self._history, self.lengths, tuple(self._ahead), edits
+            penalties = (self._history, self.lengths, tuple(self._ahead), edits)
             draft, probs = when(
                 not_greedy.any(), _draw_penalised_draft, _choose_greedy_draft, sampled + penalties
             )
@@ -174,13 +182,14 @@ class KernelAcceptance(MixedAcceptance):
         controls = self.core()
         if self.rules and "draft_probs" in state:
             controls["synthetic"] = self.ruled(logits, state, probs)
-        operands = (logits, *list_slot_operands(state, active), probs, list_controls(controls))
-        tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
+        tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(
+            logits, *list_slot_operands(state, active), probs, list_controls(controls)
+        )
         every = logits.log_softmax(-1)
         top = every.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
-        decided = (tokens, n, self.lengths, logprobs, margins, thinking)
-        of_drafts = score_drafts(every, state["window"], probs)
-        return Verdict(*decided, top.indices, top.values, **of_drafts)
+        verdict = Verdict(tokens, n, self.lengths, logprobs, margins, thinking)
+        drafts = score_drafts(every, state["window"], probs)
+        return replace(verdict, top_ids=top.indices, top_logprobs=top.values, **drafts)
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
@@ -205,7 +214,8 @@ class KernelAcceptance(MixedAcceptance):
 
         The op accepts a draft by chance, at this rate. A slot without a rule keeps its own rates.
         """
-        window, rates = state["window"], self.controls["synthetic"]
+        window = state["window"]
+        rates = self.controls["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
         p = shaped_probs_op(without_banned(logits, at, self.controls), list_controls(self.core()))
         judged = gather_rule_inputs(p, window, draft_probs, at, state["thinking"], self.controls)

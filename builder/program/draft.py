@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Choice, Positions, State, select_token
+from mtpbuild.builder.models.common.layers import Choice, Positions, State
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import make_positions
 from mtpbuild.plugins import take_rows
@@ -124,7 +124,7 @@ class Vanilla(Drafter):
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
                 hidden = module.compute_next_hidden(x)
-                newest = select_token(hidden, last)
+                newest = take_rows(hidden, last, 1)
             else:  # only the newest slot of the last module is read
                 x, caches[name] = module.forward_last(x, state[name], rows, last)
                 newest = module.compute_next_hidden(x)

@@ -65,9 +65,11 @@ class StepProgram(nn.Module):
         new = updates.after(n)
         drafts = newest[:, :0]
         if self.drafter is not None:
-            choose, draft = acceptance.choose, partial(acceptance.draft, self.model)
             known = tokens.clamp(min=0)
-            accepted = AcceptedTokens(hidden, known, n, lengths, active, rows, choose, draft)
+            draft = partial(acceptance.draft, self.model)
+            accepted = AcceptedTokens(
+                hidden, known, n, lengths, active, rows, acceptance.choose, draft
+            )
             drafts, updates = self.drafter(self.model, state, accepted)
             new |= updates | acceptance.draft_probs(state)
         new |= acceptance.history(state) | {

@@ -20,8 +20,8 @@ from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Positions
 from mtpbuild.builder.models.common.plain import PlainCausalLM
-from mtpbuild.builder.models.deepseek_v32.attention import SparseAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
+from mtpbuild.builder.models.deepseek_v32.model import SparseAttention
 from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.errors import UsageError
 from tests.support.families import CHOOSERS, make_config, make_family, save_family

@@ -15,7 +15,7 @@ from mtpbuild.builder.models.common.rope import (
     compute_table_scale,
     softmax_scale,
 )
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import BASE, SHAPES
 
@@ -24,7 +24,7 @@ REAL = Path(__file__).parents[1] / "data" / "deepseek-v3-config.json"
 
 @pytest.fixture
 def real() -> DeepseekV3Config:
-    return parse_config(json.loads(REAL.read_text()))
+    return DeepseekV3Config.parse(json.loads(REAL.read_text()))
 
 
 def base(*without: str, **overrides: Any) -> dict[str, Any]:
@@ -111,27 +111,27 @@ def test_old_and_new_spelling_are_equal() -> None:
     old = base(rope_theta=50000, rope_scaling={"type": "yarn", "factor": 4, "mscale": 0.7})
     rope = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "mscale": 0.7}
     new = base("rope_theta", "rope_scaling", rope_parameters=rope)
-    assert parse_config(old) == parse_config(new)
-    assert parse_config(new).rope.theta == 50000.0
+    assert DeepseekV3Config.parse(old) == DeepseekV3Config.parse(new)
+    assert DeepseekV3Config.parse(new).rope.theta == 50000.0
     plain = base("rope_scaling", rope_theta=1234.5)
     parameters = {"rope_type": "default", "rope_theta": 1234.5}
-    assert parse_config(plain) == parse_config(
+    assert DeepseekV3Config.parse(plain) == DeepseekV3Config.parse(
         base("rope_theta", "rope_scaling", rope_parameters=parameters)
     )
 
     optional = ["n_shared_experts", "norm_topk_prob", "first_k_dense_replace"]
     optional += ["num_nextn_predict_layers", "tie_word_embeddings", "rope_scaling", "rope_theta"]
-    absent = parse_config(base(*optional))
-    assert absent == parse_config(base(**dict.fromkeys(optional)))
+    absent = DeepseekV3Config.parse(base(*optional))
+    assert absent == DeepseekV3Config.parse(base(**dict.fromkeys(optional)))
     assert (absent.n_shared_experts, absent.moe_layers) == (1, (False,) * 3)
-    assert parse_config(base("q_lora_rank")).q_lora_rank == 1536
-    assert parse_config(base(q_lora_rank=None)).q_lora_rank is None
+    assert DeepseekV3Config.parse(base("q_lora_rank")).q_lora_rank == 1536
+    assert DeepseekV3Config.parse(base(q_lora_rank=None)).q_lora_rank is None
     assert absent.rope == RopeConfig(original_max_position_embeddings=256)
 
 
 def test_yarn_factor_follows_from_the_lengths() -> None:
     scaling = {"type": "yarn", "original_max_position_embeddings": 64}
-    assert parse_config(base(rope_scaling=scaling)).rope.factor == 4.0
+    assert DeepseekV3Config.parse(base(rope_scaling=scaling)).rope.factor == 4.0
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -143,7 +143,7 @@ def test_unknown_keys_are_ignored(shape: str) -> None:
         "use_cache": True,
         "torch_dtype": "x",
     }
-    assert parse_config(raw) == parse_config(raw | extra)
+    assert DeepseekV3Config.parse(raw) == DeepseekV3Config.parse(raw | extra)
 
 
 REQUIRED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]

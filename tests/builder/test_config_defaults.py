@@ -32,7 +32,7 @@ def make_usual(kind: str, **given: Any) -> Any:
 def parse(kind: str, raw: dict[str, Any], *without: str) -> Any:
     names = {"architectures": [CLASSES[kind]], "model_type": kind.replace("qwen2", "mimo")}
     raw = {key: value for key, value in raw.items() if key not in without} | names
-    return find_family(raw).parse_config(raw)
+    return find_family(raw).config.parse(raw)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -98,8 +98,9 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 # The rest of the matrix is `full`.
-ENGINES: list[tuple[str, int, DrafterName | None]] = [("mimo", 1, "mtp-vanilla")]
-MATRIX: list[tuple[str, int, DrafterName | None]] = [
+Case = tuple[str, int, DrafterName | None]
+ENGINES: list[Case] = [("mimo", 1, "mtp-vanilla")]
+MATRIX: list[Case] = [
     *((name, 0, None) for name in (*SHAPES, *FAMILIES)),
     *((name, 1, "mtp-vanilla") for name in WITH_MODULES),
     *(
@@ -137,9 +138,8 @@ def check_drafts(engine: Path, ours: PlainLM, nextn: int, drafter: DrafterName) 
 
 
 @pytest.mark.xdist_group("inductor")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) for name in WITH_MODULES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH_MODULES)
 def test_inductor(name: str, tmp_path: Path, build_engine: EngineBuilder) -> None:
     ours, folder = saved(tmp_path, name)
     with compiled_soon():
@@ -147,21 +147,15 @@ def test_inductor(name: str, tmp_path: Path, build_engine: EngineBuilder) -> Non
     check_drafts(engine, ours, 3, "mtp-eagle")
 
 
-CASES: list[tuple[str, int, DrafterName | None]] = [
+CASES: list[Case] = [
     ("mimo", 2, "mtp-vanilla"),
     ("qwen3.5-ragged", 1, "mtp-eagle"),
     ("deepseek-v3.2", 2, "mtp-eagle"),
 ]
-SLOW: list[tuple[str, int, DrafterName | None]] = [
-    ("gigachat", 3, "mtp-eagle"),
-    ("glm-air", 3, "mtp-eagle"),
-    ("glm-5", 3, "mtp-eagle"),
-    ("glm-4.6", 2, "mtp-vanilla"),
-    ("glm-flash", 2, "mtp-vanilla"),
-    ("mimo", 3, "mtp-eagle"),
-    *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(4)),
-    *((name, n, None if n == 0 else "mtp-eagle") for name in CHOOSERS for n in range(4)),
-    ("deepseek-v3.2", 2, "mtp-vanilla"),
+SLOW: list[Case] = [
+    *((name, 3, "mtp-eagle") for name in ("gigachat", "glm-air", "mimo")),
+    *((name, 2, "mtp-vanilla") for name in ("glm-4.6", "glm-flash", "deepseek-v3.2")),
+    *((name, n, "mtp-eagle" if n else None) for name in HYBRIDS | CHOOSERS for n in range(4)),
 ]
 
 
@@ -253,11 +247,11 @@ def test_a_module_of_mimo_equals_what_is_written_out_here(tmp_path: Path) -> Non
         return torch.cat(outputs, -1) @ w[f"{at}self_attn.o_proj.weight"].T
 
     embedding = w["model.embed_tokens.weight"][tokens[1:]]
-    halves = [
+    joined = [
         norm(before_norm, "hidden_layernorm.weight"),
         norm(embedding, "token_layernorm.weight"),
     ]
-    x = torch.cat(halves, -1) @ w[at + "input_proj.weight"].T
+    x = torch.cat(joined, -1) @ w[at + "input_proj.weight"].T
     x = x + attention(norm(x, "input_layernorm.weight"))
     y = norm(x, "post_attention_layernorm.weight")
     inner = F.silu(y @ w[at + "mlp.gate_proj.weight"].T) * (y @ w[at + "mlp.up_proj.weight"].T)
@@ -272,7 +266,10 @@ def test_a_module_of_mimo_equals_what_is_written_out_here(tmp_path: Path) -> Non
         assert (ours.lm_head(ours.model.norm(main)) - ours.logits(main)).abs().max() == 0
 
 
-def rule(**changes: bool) -> Callable[[CausalLM], None]:
+Bug = Callable[[CausalLM], None]
+
+
+def rule(**changes: bool) -> Bug:
     """Let the program do otherwise than its family says."""
 
     def plant(model: CausalLM) -> None:
@@ -335,7 +332,7 @@ def module_reads_the_trunks_embedding(model: CausalLM) -> None:
 
 
 # Each with the oracle's message.
-BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
+BUGS: list[tuple[str, Bug, str]] = [
     ("gigachat", rule(hidden_first=True), DRAFTS),
     ("glm-flash", rule(trunk_normed=False), DRAFTS),
     ("glm-air", rule(recycles_normed=False), DRAFTS),
@@ -350,7 +347,7 @@ BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
     ("glm-air", every_value_rotates, DRAFTS),
 ]
 # The same in other families.
-MORE_BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
+MORE_BUGS: list[tuple[str, Bug, str]] = [
     *((name, rule(hidden_first=True), DRAFTS) for name in ("glm-flash", "glm-air")),
     *((name, rule(trunk_normed=False), DRAFTS) for name in ("gigachat", "glm-air")),
     *((name, rule(recycles_normed=False), DRAFTS) for name in ("gigachat", "glm-flash")),
@@ -363,7 +360,7 @@ MORE_BUGS: list[tuple[str, Callable[[CausalLM], None], str]] = [
     ("name", "bug", "says"),
     [*BUGS, *(pytest.param(*bug, marks=pytest.mark.full) for bug in MORE_BUGS)],
 )
-def test_the_oracle_catches(name: str, bug: Callable[[CausalLM], None], says: str) -> None:
+def test_the_oracle_catches(name: str, bug: Bug, says: str) -> None:
     with pytest.raises(AssertionError, match=f"^{says}"):
         check_family(make_family(name), 3, "mtp-eagle", bug)
 
@@ -408,8 +405,7 @@ def test_an_engine_uses_copies_that_differ(own_ends: Path, build_engine: EngineB
     ours = load_plain(own_ends)
     assert isinstance(ours, PlainCausalLM)
     programs = load_programs(engine, read_manifest(engine), threads=1)
-    lengths = (11, 1, CHUNK + 1)
-    check_programs(programs, ours, 2, "mtp-vanilla", CHUNK, lengths, 6, every=False)
+    check_programs(programs, ours, 2, "mtp-vanilla", CHUNK, (11, 1, CHUNK + 1), 6, every=False)
 
 
 NEXTN = "num_nextn_predict_layers"
@@ -450,10 +446,8 @@ def test_a_configuration_that_does_not_count_its_modules(name: str, tmp_path: Pa
 
 def test_modules_of_mimo_have_names_that_modelopts_list_knows() -> None:
     config = make_family("mimo").config
-    assert SCHEMES["nvfp4"].exclude_modules(config)[-2:] == [
-        "model.mtp_layers.0*",
-        "model.mtp_layers.1*",
-    ]
+    excluded = SCHEMES["nvfp4"].exclude_modules(config)
+    assert excluded[-2:] == ["model.mtp_layers.0*", "model.mtp_layers.1*"]
     both = make_scheme("nvfp4", "nvfp4", None)
     attention = "model.mtp_layers.0.self_attn.q_proj.weight"
     assert both.wanted(config, attention) is None
@@ -551,11 +545,8 @@ def test_quantised_engines_equal_the_dequantised_model(
     """Products, embedding and head keep their format; what goes into a product is rounded."""
     folder = save_family(tmp_path / name, name, make_family(name, **BLOCKS[name]), **BLOCKS[name])
     drafter: DrafterName = "mtp-eagle" if name in HYBRIDS else "mtp-vanilla"
-    (engine,) = build(
-        build_request(
-            folder, (2,), drafter=drafter, weights=format, out=tmp_path / "e", prefill_chunk=8
-        )
-    )
+    flags: dict[str, Any] = {"weights": format, "out": tmp_path / "e", "prefill_chunk": 8}
+    (engine,) = build(build_request(folder, (2,), drafter=drafter, **flags))
     assert engine.manifest.build.weights == format
     scheme = make_scheme(format, None, None, "int8")
     checkpoint = quantize(QuantizeRequest(str(folder), scheme, tmp_path / "quantised")).folder

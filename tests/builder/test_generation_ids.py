@@ -40,7 +40,7 @@ def test_the_end_is_found(case: str, tmp_path: Path) -> None:
     for name, content in zip(names, FILES[case][:3], strict=True):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
-    config, wanted = find_family(BASE).parse_config(BASE), FILES[case][3]
+    config, wanted = find_family(BASE).config.parse(BASE), FILES[case][3]
     found = read_generation_ids(tmp_path, config)
     assert found.eos_token_ids == wanted
     assert found.thinking_token_ids == ((5, 6) if "<think>" in str(FILES[case]) else None)

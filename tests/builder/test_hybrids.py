@@ -23,7 +23,7 @@ from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
-from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.models.qwen3_5.model import DeltaLayer, GatedDelta
@@ -173,6 +173,19 @@ def as_published(folder: Path, name: str, model: PlainCausalLM, **overrides: Any
     return folder
 
 
+SUMS = 1e-5  # where weights lie in memory decides how a product sums up few rows
+
+
+@torch.no_grad()
+def check_plain(read: PlainLM, wanted: PlainLM) -> None:
+    """Check the hidden states of trunk and module."""
+    tokens = torch.arange(20)[None]
+    main = read.main(tokens)
+    torch.testing.assert_close(main, wanted.main(tokens), rtol=0, atol=SUMS)
+    drafted = read.mtp(1, tokens, main), wanted.mtp(1, tokens, main)
+    torch.testing.assert_close(*drafted, rtol=0, atol=SUMS)
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_checkpoints_as_published(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -183,13 +196,7 @@ def test_checkpoints_as_published(
     config = load_config(folder)
     assert config == ours.config
     assert config.num_nextn_predict_layers == 1
-    plain = load_plain(folder)
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        main = plain.main(tokens)
-        torch.testing.assert_close(main, ours.main(tokens), rtol=0, atol=SUMS)
-        drafted = plain.mtp(1, tokens, main), ours.mtp(1, tokens, main)
-        torch.testing.assert_close(*drafted, rtol=0, atol=SUMS)
+    check_plain(load_plain(folder), ours)
     opened = plan_engines(build_request(folder, (1,), out=tmp_path / "e")).open_model()
     assert opened.ids.eos_token_ids == (1, 2)
     assert "the vision tower (1 tensors) is left out" in "".join(list_notes(opened))
@@ -206,7 +213,6 @@ def test_stacks_equal_transformers(tmp_path: Path) -> None:
         assert torch.equal(held[f"model.language_model.layers.0.mlp.experts.{name}"], wanted)
 
 
-SUMS = 1e-5  # where weights lie in memory decides how a product sums up few rows
 LARGE = {
     "hidden_size": 160,
     "intermediate_size": 192,
@@ -246,13 +252,7 @@ def test_fp8_in_blocks(name: str, tmp_path: Path) -> None:
     output = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": output}))
 
-    tokens = torch.arange(20)[None]
-    read, wanted = load_plain(folder), load_plain(plain)
-    with torch.no_grad():
-        main = read.main(tokens)
-        torch.testing.assert_close(main, wanted.main(tokens), rtol=0, atol=SUMS)
-        drafted = read.mtp(1, tokens, main), wanted.mtp(1, tokens, main)
-        torch.testing.assert_close(*drafted, rtol=0, atol=SUMS)
+    check_plain(load_plain(folder), load_plain(plain))
     for ranks in (Ranks(), Ranks(2)):
         model = opened(folder, formats=("fp8",), ranks=ranks)
         assert {at.rpartition(".")[2] for at in model.table.formats} >= {"in_proj", "out_proj"}

@@ -15,7 +15,7 @@ import pytest
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.formats import Entry
 from mtpbuild.builder.models.common.weight import WHOLE
-from mtpbuild.builder.models.deepseek_v3.config import parse_config
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights.placed import Shard
 from mtpbuild.runtime.contract.manifest import WEIGHTS
@@ -74,7 +74,7 @@ def holes(folder: Path, shape: dict[str, Any]) -> Path:
     """Write a checkpoint of true headers."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(BASE | shape))
-    table = weight_table(parse_config(BASE | shape), WHOLE)
+    table = weight_table(DeepseekV3Config.parse(BASE | shape), WHOLE)
     tensors = {s.name: Entry("BF16", s.shape) for weight in table for s in weight.stored}
     assert (
         max(entry.nbytes for entry in tensors.values()) * 2 * 8192 == LARGEST * shape["vocab_size"]

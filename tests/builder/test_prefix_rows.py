@@ -26,7 +26,7 @@ from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import lower
 from tests.support.engines import EngineBuilder
 from tests.support.planted import Patch, replaced, wrapped
-from tests.support.recurrent_family import CONFIG, SUMS, PlainSumming, make_summing, parse_config
+from tests.support.recurrent_family import CONFIG, SUMS, PlainSumming, SummingConfig, make_summing
 from tests.support.warm_starts import (
     COMMON,
     COUNTED,
@@ -62,7 +62,7 @@ def summing() -> PlainSumming:
 
 
 def recurrent(summing: PlainSumming, drafter: DrafterName | None) -> EagerPrograms:
-    plan = Plan(parse_config(CONFIG), NEXTN if drafter else 0, drafter, SLOTS, 200, CHUNK)
+    plan = Plan(SummingConfig.parse(CONFIG), NEXTN if drafter else 0, drafter, SLOTS, 200, CHUNK)
     return EagerPrograms(plan, lower(summing))
 
 

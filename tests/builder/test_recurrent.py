@@ -3,9 +3,9 @@
 The oracle computes every sum anew from the tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.common import causal_lm
+from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.plan.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, SamplingParams
@@ -28,13 +29,14 @@ from tests.support.checkpoints import lower, write_checkpoint
 from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.inductor_engines import compiled_soon
+from tests.support.planted import Patch, replaced, wrapped
 from tests.support.recurrent_family import (
     CONFIG,
     SUMS,
     PlainSumming,
     RunningSum,
+    SummingConfig,
     make_summing,
-    parse_config,
 )
 from tests.support.steps import check_family
 
@@ -59,7 +61,7 @@ def folder(plain: PlainSumming, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def traced(plain: PlainSumming, nextn: int = NEXTN) -> tuple[InductorPrograms, Manifest]:
     """Return target inductor's programs on a CPU, run eagerly in place of compiled ones."""
     drafter = DRAFTERS.get(nextn, EAGLE)
-    plan = Plan(parse_config(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
+    plan = Plan(SummingConfig.parse(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
     programs = {p.name: p for p in make_programs(plan, lower(plain))}
     manifest = manifest_of(plan, tuple(programs.values()))
 
@@ -197,63 +199,37 @@ def test_prefixes_are_copies(plain: PlainSumming) -> None:
         assert hits == (0 if cache is None else 2 * (len(prompt) - 1))
 
 
-@pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
+def advanced_by(count: Callable[[Tensor, int], Tensor]) -> Patch:
+    """Advance sums by another number of tokens: count(n, T)."""
+
+    def wrong(advance: Any, layer: RunningSum, state: State, tokens: State, n: Tensor) -> State:
+        return advance(layer, state, tokens, count(n, tokens["sums"].shape[1]))
+
+    return wrapped(RunningSum, "advance", wrong)
 
 
-Advance = Callable[[Tensor, int], Tensor]  # n, T -> n
+def without_sums(carry: Any, programs: InductorPrograms, source: int, target: int) -> None:
+    sums = {n: a[target].copy() for n, a in programs.state.items() if n.startswith("sum.")}
+    carry(programs, source, target)
+    for name, array in sums.items():
+        programs.state[name][target] = array
 
 
-def advanced_by(patch: pytest.MonkeyPatch, count: Advance) -> None:
-    advance = RunningSum.advance
-
-    def wrong(
-        self: RunningSum, state: dict[str, Tensor], tokens: dict[str, Tensor], n: Tensor
-    ) -> dict[str, Tensor]:
-        return advance(self, state, tokens, count(n, tokens["sums"].shape[1]))
-
-    patch.setattr(RunningSum, "advance", wrong)
-
-
-BUGS: dict[str, Advance] = {
-    "by all of the window": lambda n, T: torch.where(n > 0, T, n),
-    "by one token less": lambda n, T: (n - 1).clamp(min=0),
-    "though the slot idles": lambda n, T: n.clamp(min=1),
+BUGS: dict[str, Patch] = {
+    "by all of the window": advanced_by(lambda n, T: torch.where(n > 0, T, n)),
+    "by one token less": advanced_by(lambda n, T: (n - 1).clamp(min=0)),
+    "though the slot idles": advanced_by(lambda n, T: n.clamp(min=1)),
+    "a request moves, and its sums don't": wrapped(InductorPrograms, "_carry", without_sums),
+    "a request begins with another's sums": replaced(
+        causal_lm, "zero_new_slots", lambda state, rows: state
+    ),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_wrong_advances_are_caught(
-    bug: str, plain: PlainSumming, patch: pytest.MonkeyPatch
+def test_wrong_sums_are_caught(
+    bug: str, plain: PlainSumming, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advanced_by(patch, BUGS[bug])
-    with pytest.raises(AssertionError, match=TOKENS):
-        check_slots(traced(plain)[0], plain, NEXTN)
-
-
-def test_a_state_that_stays_behind_is_caught(
-    plain: PlainSumming, patch: pytest.MonkeyPatch
-) -> None:
-    """A request moves, and its sums don't."""
-    carry = InductorPrograms._carry
-
-    def without_sums(programs: InductorPrograms, source: int, target: int) -> None:
-        sums = {n: a[target].copy() for n, a in programs.state.items() if n.startswith("sum.")}
-        carry(programs, source, target)
-        for name, array in sums.items():
-            programs.state[name][target] = array
-
-    patch.setattr(InductorPrograms, "_carry", without_sums)
-    with pytest.raises(AssertionError, match=TOKENS):
-        check_slots(traced(plain)[0], plain, NEXTN)
-
-
-def test_an_earlier_requests_state_is_caught(
-    plain: PlainSumming, patch: pytest.MonkeyPatch
-) -> None:
-    """A request begins with the sums of the one before it in its slot."""
-    patch.setattr(causal_lm, "zero_new_slots", lambda state, rows: state)
+    BUGS[bug](monkeypatch)
     with pytest.raises(AssertionError, match=TOKENS):
         check_slots(traced(plain)[0], plain, NEXTN)

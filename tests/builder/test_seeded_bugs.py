@@ -13,7 +13,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common import layers, moe
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule
-from mtpbuild.builder.models.deepseek_v3 import attention
+from mtpbuild.builder.models.deepseek_v3 import model as v3_model
 from mtpbuild.builder.program import accept, draft
 from tests.support.forced import COUNT, DRAFTS, LENGTH
 from tests.support.planted import Patch, replaced, wrapped
@@ -61,7 +61,7 @@ def swapped_halves(join: Any, self: Any, embedding: Tensor, hidden: Tensor, rows
 def seen(moved: Any) -> Patch:
     """Let attention see other rows: moved(base, first) in their place."""
     return wrapped(
-        attention,
+        v3_model,
         "mla_attention",
         lambda real, q, cache, fresh, base, first, *rest, **named: real(
             q, cache, fresh, *moved(base, first), *rest, **named
@@ -137,7 +137,7 @@ BUGS: dict[str, tuple[Patch, tuple[str, int, Any], str]] = {
     ),
     "garbage is seen": (seen(lambda base, first: (base + 1, first)), EAGLE, DRAFTS),
     "scale over the latent": (
-        replaced(attention, "softmax_scale", lambda rope, head_dim: 20**-0.5),  # the cache's C
+        replaced(v3_model, "softmax_scale", lambda rope, head_dim: 20**-0.5),  # the cache's C
         EAGLE,
         COUNT,
     ),

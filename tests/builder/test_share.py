@@ -16,7 +16,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.models.common.weight import WHOLE, Share, StoredTensor
-from mtpbuild.builder.models.deepseek_v3.config import parse_config
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
@@ -189,7 +189,7 @@ def generate(
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2), (4, 4)])
 def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
     """Every weight is replicated or cut, and the ranks' pieces are the checkpoint's tensors."""
-    c = parse_config(BASE | EVEN)
+    c = DeepseekV3Config.parse(BASE | EVEN)
     shares = [Share(Ranks(tp, ep), rank) for rank in range(tp)]
     held: dict[str, list[Tensor]] = {}
     for share in shares:
@@ -215,7 +215,7 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
 
 @pytest.mark.parametrize("experts", [8, 24])
 def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
-    c = parse_config(BASE | {"n_routed_experts": experts})
+    c = DeepseekV3Config.parse(BASE | {"n_routed_experts": experts})
     share = Share(Ranks(4, 2, attention_dp=True), 3)
     cut, seen = set[str](), set[str]()
     for source in (s for weight in weight_table(c, share) for s in weight.stored):
@@ -231,7 +231,7 @@ def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
 
 def test_what_attention_dp_can_share() -> None:
     """Heads and vocabulary set no limit."""
-    c = parse_config(BASE | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
+    c = DeepseekV3Config.parse(BASE | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
     check_ranks(c, Ranks(3, 3, attention_dp=True))
     check_ranks(c, Ranks(16, attention_dp=True))
     with pytest.raises(UsageError, match="--tp 3 does not divide moe_intermediate_size 16; poss"):
@@ -252,7 +252,7 @@ def test_what_attention_dp_can_share() -> None:
 )
 def test_what_can_not_be_shared(tp: int, ep: int, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_ranks(parse_config(BASE | EVEN), Ranks(tp, ep))
+        check_ranks(DeepseekV3Config.parse(BASE | EVEN), Ranks(tp, ep))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_what_can_not_be_shared(tp: int, ep: int, says: str) -> None:
 )
 def test_sizes_that_do_not_split(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_ranks(parse_config(BASE | EVEN | changes), Ranks(2))
+        check_ranks(DeepseekV3Config.parse(BASE | EVEN | changes), Ranks(2))
 
 
 def test_deepseek_v3_on_eight_ranks() -> None:

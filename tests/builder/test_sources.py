@@ -59,7 +59,7 @@ def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, a
     [
         "plugins/rope/onnx.py",
         "builder/targets/onnxruntime/lowering.py",
-        "builder/models/deepseek_v3/attention.py",
+        "builder/models/deepseek_v3/model.py",
         "builder/models/common/layers.py",
         "builder/weights/quantised_view.py",
     ],

@@ -16,7 +16,7 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainLM, PlainMTPModule
 from mtpbuild.builder.models.common.weight import WHOLE, Share, Weight
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 
 BASE: dict[str, Any] = {
@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
     """Make a plain model with random weights (`randomise`)."""
     torch.manual_seed(seed)
-    model = PlainDeepseek(parse_config(without_nulls(BASE | overrides))).eval()
+    model = PlainDeepseek(DeepseekV3Config.parse(without_nulls(BASE | overrides))).eval()
     randomise(model)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

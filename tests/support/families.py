@@ -145,7 +145,7 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
     raw = make_config(name, **overrides)
     family = find_family(raw)
     torch.manual_seed(seed)
-    model = family.reference(family.parse_config(raw)).eval()
+    model = family.reference(family.config.parse(raw)).eval()
     assert isinstance(model, PlainCausalLM)
     spread(model)
     return model

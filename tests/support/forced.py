@@ -89,7 +89,7 @@ class Run:
             assert n == wanted, f"{COUNT}: {n}, not {wanted}"
             given, wanted_tokens = out.tokens[0, :n].tolist(), truth[len(tokens) : len(tokens) + n]
             assert given == wanted_tokens, f"{TOKENS}: {given}, not {wanted_tokens}"
-            assert (out.tokens[0, n:] == -1).all(), f"{TOKENS}: there are some behind the last"
+            assert (out.tokens[0, n:] == -1).all(), f"{TOKENS}: there are some after the last"
             tokens += given
             length = int(self.programs.state["lengths"][0])
             assert length == len(tokens) - 1, f"{LENGTH}: {length}, not {len(tokens) - 1}"
@@ -131,7 +131,7 @@ class Run:
         for draft, logits in zip(drafts, wanted, strict=True):
             if draft != int(logits.argmax()):
                 off = float(logits.max() - logits[draft])
-                assert off < TIE, f"{DRAFTS}: {drafts} behind {len(tokens)} tokens, off by {off}"
+                assert off < TIE, f"{DRAFTS}: {drafts} after {len(tokens)} tokens, off by {off}"
                 return  # later drafts depend on a near-tie
 
 

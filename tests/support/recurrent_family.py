@@ -3,14 +3,12 @@
 The layer between them, and the MTP module, are those of `toy_family.py`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import Reader
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import (
     MLP,
@@ -69,10 +67,6 @@ class Summing(CausalLM):
         super().__init__(c, layers, [MTPModule(*block())], Rope(c.rope, c.head_dim), ranks)
 
 
-def parse_config(raw: Mapping[str, Any]) -> SummingConfig:
-    return Reader(raw).fill(SummingConfig)
-
-
 def weight_table(c: SummingConfig, share: Share) -> list[Weight]:
     E, taken = c.hidden_size, tuple(f"layers.{i}." for i in SUMMING)
     table = [w for w in toy_family.weight_table(c, share) if not w.name.startswith(taken)]
@@ -123,7 +117,6 @@ SUMS = replace(
     architectures=("SummingForCausalLM",),
     model_type="summing",
     config=SummingConfig,
-    parse_config=parse_config,
     make_model=Summing,
     weight_table=weight_table,
     cache_widths=cache_widths,
@@ -135,5 +128,5 @@ SUMS = replace(
 def make_summing() -> PlainSumming:
     """Random weights, as `make_toy` makes them; sums weigh enough to change what is said."""
     torch.manual_seed(0)
-    model = PlainSumming(parse_config(CONFIG)).eval()
+    model = PlainSumming(SummingConfig.parse(CONFIG)).eval()
     return toy_family.fill_toy(model)

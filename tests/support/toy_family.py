@@ -3,27 +3,28 @@
 Two key-value heads serve four query heads. A cache row holds both heads' keys, then their values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, integer
-from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import (
-    MLP,
-    Attention,
-    DecoderLayer,
-    MTPModule,
-    Positions,
-    Rope,
-)
+from mtpbuild.builder.checkpoint.config import ModelConfig, integer
+from mtpbuild.builder.models.common.causal_lm import UniformLM
+from mtpbuild.builder.models.common.layers import Attention, Positions
+from mtpbuild.builder.models.common.moe_weights import list_feed_forward_weights
 from mtpbuild.builder.models.common.plain import PlainLM
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.weight import Share, StoredTensor, Weight, mlp, product, vector
+from mtpbuild.builder.models.common.weight import (
+    Share,
+    StoredTensor,
+    Weight,
+    make_weight_table,
+    product,
+)
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import Family
 from mtpbuild.runtime.ranks import Ranks
@@ -39,14 +40,9 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToyConfig(ModelConfig):
-    intermediate_size: int = integer()
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
     head_dim: int = integer()
-
-
-def parse_config(raw: Mapping[str, Any]) -> ToyConfig:
-    return Reader(raw).fill(ToyConfig)
 
 
 class ToyAttention(Attention):
@@ -87,48 +83,25 @@ class ToyAttention(Attention):
         return o.flatten(2) @ self.o_proj
 
 
-class Toy(CausalLM):
-    def __init__(self, c: ToyConfig, ranks: Ranks) -> None:
-        def block() -> tuple[ToyConfig, ToyAttention, MLP, Ranks]:
-            inner = c.intermediate_size // ranks.parts
-            return c, ToyAttention(c, ranks), MLP(c.hidden_size, inner), ranks
-
-        layers = [DecoderLayer(*block()) for _ in range(c.num_hidden_layers)]
-        modules = [MTPModule(*block()) for _ in range(c.num_nextn_predict_layers)]
-        super().__init__(c, layers, modules, Rope(c.rope, c.head_dim), ranks)
+def make_toy_model(c: ToyConfig, ranks: Ranks) -> UniformLM:
+    return UniformLM(c, lambda layer: ToyAttention(c, ranks), c.head_dim, ranks)
 
 
 def weight_table(c: ToyConfig, share: Share) -> list[Weight]:
-    E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
-    table = [Weight("embed_tokens", (StoredTensor("model.embed_tokens.weight", (V, E), axis=0),))]
-    for i in range(L):
-        table += layer_weights(c, f"model.layers.{i}", f"layers.{i}")
-    table.append(vector("norm", "model.norm", "weight", E))
-    for j in range(c.num_nextn_predict_layers):
-        at, to = f"model.layers.{L + j}", f"mtp.{j}"
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            table.append(vector(to, at, f"{norm}.weight", E))
-        table.append(
-            product(f"{to}.eh_proj", StoredTensor(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
-        )
-        table += layer_weights(c, at, to)
-    table.append(product("lm_head", StoredTensor("lm_head.weight", (V, E), axis=0)))
-    return table
+    feed_forward = partial(list_feed_forward_weights, c, share)
+    return make_weight_table(c, partial(attention_weights, c), feed_forward)
 
 
-def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
+def attention_weights(c: ToyConfig, index: int, at: str, to: str) -> Iterator[Weight]:
     E, rows = c.hidden_size, c.num_attention_heads * c.head_dim
     heads = {"q": rows, "k": c.num_key_value_heads * c.head_dim}
     heads["v"] = heads["k"]
-    yield vector(to, at, "input_layernorm.weight", E)
-    yield vector(to, at, "post_attention_layernorm.weight", E)
     qkv = (
         StoredTensor(f"{at}.self_attn.{n}_proj.weight", (r, E), axis=0) for n, r in heads.items()
     )
     yield product(f"{to}.self_attn.qkv_proj", *qkv)
     o_proj = StoredTensor(f"{at}.self_attn.o_proj.weight", (E, rows), axis=1)
     yield product(f"{to}.self_attn.o_proj", o_proj)
-    yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
 
 
 def cache_widths(c: ToyConfig, ranks: Ranks) -> list[int]:
@@ -244,8 +217,7 @@ TOY = Family(
     architectures=("ToyForCausalLM",),
     model_type="toy",
     config=ToyConfig,
-    parse_config=parse_config,
-    make_model=Toy,
+    make_model=make_toy_model,
     weight_table=weight_table,
     copies=lambda c: [],
     cache_widths=cache_widths,
@@ -261,7 +233,7 @@ def make_toy(seed: int = 0) -> PlainToy:
     The module knows it too, so drafts are often right. Attention matters enough to change the text.
     """
     torch.manual_seed(seed)
-    return fill_toy(PlainToy(parse_config(CONFIG)).eval())
+    return fill_toy(PlainToy(ToyConfig.parse(CONFIG)).eval())
 
 
 def fill_toy(model: AnyToy) -> AnyToy:

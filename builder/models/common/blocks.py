@@ -158,10 +158,6 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     )
 
 
-def split_parts(weight: Tensor | ScaledWeight) -> Parts:
-    return weight.parts if isinstance(weight, ScaledWeight) else (weight, None, None)
-
-
 def multiply_gated(x: Tensor, weight: "Tensor | PackedBlocks | ScaledWeight") -> Tensor:
     """Compute silu(gate) * up of x [.., E] -> [.., I]; the weight's outputs are gates, then ups."""
     if isinstance(weight, PackedBlocks):
@@ -188,7 +184,9 @@ def weigh_chosen(
         return weighed(down, x, weights, ids)
     assert isinstance(down, Tensor | ScaledWeight)
     flat = (operand.flatten(0, -2) for operand in (x, weights, ids.int()))
-    (first, *scales), (second, *down_scales) = map(split_parts, (gate_up, down))
+    (first, *scales), (second, *down_scales) = (
+        w.parts if isinstance(w, ScaledWeight) else (w, None, None) for w in (gate_up, down)
+    )
     return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
 
 

@@ -20,12 +20,12 @@ from mtpbuild.builder.models.common.layers import (
     State,
     StateUpdates,
 )
+from mtpbuild.builder.models.common.moe import feed_forward
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.plugins import matmul_wide
 from mtpbuild.runtime.contract.state import name_layer_rows, name_layer_state
 from mtpbuild.runtime.ranks import Ranks
 
-Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
 # (this rank's logits, its number, the number of ranks) -> a tensor that is equal on all ranks.
 GatherLogits = Callable[[Tensor, Tensor, int], Tensor]
 MASKED_LOGIT = -1e30  # finite, so that it may be divided by a temperature
@@ -207,17 +207,24 @@ def hold_parameter(module: nn.Module, name: str, shape: tuple[int, ...]) -> None
 
 
 class UniformLM(CausalLM):
-    """A model whose layers all have attention; block(i) makes the parts of layer i.
+    """A model whose layers all have attention, or the part of it that one of `ranks` computes.
 
-    MTP module j is layer num_hidden_layers + j.
+    make_attention(i) makes that of layer i; MTP module j is layer num_hidden_layers + j.
     """
 
     def __init__(
-        self, c: ModelConfig, block: Callable[[int], Block], rotary_dim: int, ranks: Ranks
+        self,
+        c: ModelConfig,
+        make_attention: Callable[[int], Attention],
+        rotary_dim: int,
+        ranks: Ranks,
     ) -> None:
-        L, count = c.num_hidden_layers, c.num_nextn_predict_layers
-        layers = (DecoderLayer(c, *block(i), ranks) for i in range(L))
-        modules = (MTPModule(c, *block(L + j), ranks) for j in range(count))
+        def parts(i: int) -> tuple[ModelConfig, Attention, nn.Module, Ranks]:
+            return c, make_attention(i), feed_forward(c, i, ranks), ranks
+
+        L = c.num_hidden_layers
+        layers = (DecoderLayer(*parts(i)) for i in range(L))
+        modules = (MTPModule(*parts(L + j)) for j in range(c.num_nextn_predict_layers))
         super().__init__(c, layers, modules, Rope(c.rope, rotary_dim), ranks)
 
 

@@ -1,6 +1,5 @@
 """The copies of embedding and head in a checkpoint's MTP layers; most equal the trunk's."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,8 +38,3 @@ def list_copies_in_layers(c: ModelConfig) -> list[Copy]:
 def is_own(c: ModelConfig, copy: Copy) -> bool:
     """Return whether the copy differs from the original, so that it is the module's own."""
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
-
-
-def map_copies(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
-    """Map the name of each copy that equals its original to the original's name."""
-    return {copy.name: copy.original for copy in copies if not is_own(c, copy)}

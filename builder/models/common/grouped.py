@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
+from mtpbuild.builder.models.common.causal_lm import UniformLM
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, Positions, RMSNorm
-from mtpbuild.builder.models.common.moe import feed_forward
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.plugins import grouped_attention_flat, grouped_rows, grouped_rows_write
-from mtpbuild.runtime.ranks import ALONE, Ranks
+from mtpbuild.runtime.ranks import Ranks
 
 Gates = Sequence[Tensor]  # none, or one [B, T, H D]
 
@@ -106,13 +105,5 @@ def append_gates(q: Tensor, gates: Gates) -> Tensor:
     return torch.cat([q, *gates], dim=-1) if gates else q
 
 
-class GroupedLM(UniformLM):
-    """A model whose layers all have grouped-query attention, or the part that a rank computes."""
-
-    config: GroupedConfig
-
-    def __init__(self, c: GroupedConfig, ranks: Ranks = ALONE) -> None:
-        def block(layer: int) -> Block:
-            return GroupedAttention(c, ranks), feed_forward(c, layer, ranks)
-
-        super().__init__(c, block, c.rotary_dim, ranks)
+def make_grouped_model(c: GroupedConfig, ranks: Ranks) -> UniformLM:
+    return UniformLM(c, lambda layer: GroupedAttention(c, ranks), c.rotary_dim, ranks)

@@ -4,7 +4,7 @@ Several query heads share a head of keys and values. A cache row holds the keys 
 then their values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mtpbuild.builder.checkpoint.config import (
     ModelConfig,
@@ -26,14 +26,15 @@ class GroupedConfig(ModelConfig):
 
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
-    head_dim: int
-    rotary_dim: int  # the first values of head_dim are rotated; pairs are (i, i + rotary_dim / 2)
+    head_dim: int = field(metadata={"read": lambda read, key: read_head_dim(read)})
+    # The first values of head_dim are rotated; pairs are (i, i + rotary_dim / 2).
+    rotary_dim: int = field(metadata={"read": lambda read, key: read_rotary_dim(read)})
     attention_bias: bool = flag(True)  # of queries, keys and values
     use_qk_norm: bool = flag(False)  # queries and keys are normalised per head, after the bias
     output_gate: bool = fixed(False)  # q_proj has a gate beside each head's query
 
-    def check_heads(self) -> None:
-        """Raise CheckpointError unless heads split into groups and rotary values into pairs."""
+    def check(self) -> None:
+        super().check()
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
             raise CheckpointError(
@@ -46,14 +47,15 @@ class GroupedConfig(ModelConfig):
             )
 
 
-def read_head_sizes(read: Reader) -> dict[str, int]:
-    """Read `head_dim` and `rotary_dim`."""
-    heads = read.integer("num_attention_heads", 1)
-    width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
+def read_head_dim(read: Reader) -> int:
+    usual = read.integer("hidden_size", 1) // read.integer("num_attention_heads", 1)
+    return read.integer("head_dim", 1, usual)
+
+
+def read_rotary_dim(read: Reader) -> int:
     rope = read.rope()
     nested = rope if rope.raw.get("partial_rotary_factor") is not None else read
-    factor = nested.number("partial_rotary_factor", 1.0, above=0)
-    return {"head_dim": width, "rotary_dim": int(width * factor)}
+    return int(read_head_dim(read) * nested.number("partial_rotary_factor", 1.0, above=0))
 
 
 def cache_widths(c: GroupedConfig, ranks: Ranks) -> list[int]:

@@ -4,7 +4,7 @@ Shapes: B slots, T tokens, E hidden size, S cache rows, C values of a cache row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -152,9 +152,9 @@ class DecoderLayer(nn.Module):
         """Compute only token at[b] of each slot, but write all rows: [B, 1, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
-        angles = select_token(rows.cos, at), select_token(rows.sin, at)
-        last = Positions(*angles, rows.base, rows.start, position, at, choice=rows.choice)
-        return self.finish(select_token(x, at), select_token(q, at), last, cache, fresh, at), cache
+        cos, sin, x, q = (take_rows(part, at, 1) for part in (rows.cos, rows.sin, x, q))
+        last = replace(rows, cos=cos, sin=sin, positions=position, first=at)
+        return self.finish(x, q, last, cache, fresh, at), cache
 
     def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Positions
@@ -263,8 +263,3 @@ class MTPModule(DecoderLayer):
 
     def norm(self, x: Tensor) -> Tensor:
         return self.shared_head["norm"](x)
-
-
-def select_token(x: Tensor, at: Tensor) -> Tensor:
-    """Pick row at[b] of each slot: x [B, T, E] -> [B, 1, E]."""
-    return take_rows(x, at, 1)

@@ -58,17 +58,13 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     gates, ups, downs = stored
     if dense:
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
-        yield product(f"{to}.experts.down_proj", *downs, rows=join_side_by_side, axis=1)
+        yield product(f"{to}.experts.down_proj", *downs, rows=lambda *w: torch.cat(w, 1), axis=1)
     else:  # each expert is a slice, whose gate and up are one product
         pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
         yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), concat_axis=0)
         yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), concat_axis=0)
     if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
-
-
-def join_side_by_side(*w: Tensor) -> Tensor:
-    return torch.cat(w, dim=1)
 
 
 def make_slice(*w: Tensor) -> Tensor:

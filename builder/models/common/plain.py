@@ -16,8 +16,6 @@ from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.rope import compute_rope_tables, rotate
 
-Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
-
 
 class PlainLM(nn.Module):
     """A model over whole sequences without caches; its state_dict has the checkpoint's names."""
@@ -133,12 +131,6 @@ def weigh_by_expert(experts: nn.ModuleList, x: Tensor, weights: Tensor) -> Tenso
     return y
 
 
-def make_plain_feed_forward(c: ModelConfig, layer: int) -> nn.Module:
-    if isinstance(c, MoEConfig) and c.is_moe(layer):
-        return PlainMoE(c)
-    return PlainMLP(c.hidden_size, c.intermediate_size)
-
-
 class PlainAttention(nn.Module):
     """The part that all attentions share: what they compute from queries, keys and values."""
 
@@ -185,9 +177,8 @@ class PlainGroupedAttention(PlainAttention):
 
 
 class PlainDecoderLayer(nn.Module):
-    def __init__(self, c: ModelConfig, block: Block) -> None:
+    def __init__(self, c: ModelConfig, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        attention, mlp = block
         self.input_layernorm = make_norm(c)
         self.kind = "self_attn" if isinstance(attention, PlainAttention) else "linear_attn"
         self.add_module(self.kind, attention)
@@ -206,11 +197,10 @@ class PlainMTPModule(nn.Module):
     It has an embedding or a head of its own where the checkpoint's differs from the trunk's.
     """
 
-    def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
+    def __init__(self, c: ModelConfig, layer: PlainDecoderLayer, j: int) -> None:
         super().__init__()
         self.names = c.module_names
         self.rules = c.mtp
-        layer = PlainDecoderLayer(c, block)
         self.layer = (layer,)  # in a tuple, as its name is not registered
         if self.names.own_prefix:
             self.layers = nn.ModuleList(self.layer)
@@ -263,17 +253,23 @@ class PlainTrunk(nn.Module):
 
 
 class PlainCausalLM(PlainLM):
-    """Trunk and MTP modules over whole sequences; block(i) makes the parts of layer i."""
+    """Trunk and MTP modules over whole sequences; attention(i) makes that of layer i."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, c: ModelConfig, block: Callable[[int], Block], rotary_dim: int) -> None:
+    def __init__(
+        self, c: ModelConfig, attention: Callable[[int], nn.Module], rotary_dim: int
+    ) -> None:
         super().__init__()
         self.config = c
-        L, count = c.num_hidden_layers, c.num_nextn_predict_layers
-        trunk = [PlainDecoderLayer(c, block(i)) for i in range(L)]
-        modules = [PlainMTPModule(c, block(L + j), j) for j in range(count)]
+        L = c.num_hidden_layers
+        layers = [
+            PlainDecoderLayer(c, attention(i), self.make_feed_forward(i))
+            for i in range(L + c.num_nextn_predict_layers)
+        ]
+        trunk = layers[:L]
+        modules = [PlainMTPModule(c, layer, j) for j, layer in enumerate(layers[L:])]
         prefix = c.module_names.prefix
         self.model = PlainTrunk(c, trunk if prefix else [*trunk, *modules])
         if c.module_names.own_prefix:
@@ -287,6 +283,12 @@ class PlainCausalLM(PlainLM):
         cos, sin = compute_rope_tables(c.rope, rotary_dim, c.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def make_feed_forward(self, layer: int) -> nn.Module:
+        c = self.config
+        if isinstance(c, MoEConfig) and c.is_moe(layer):
+            return PlainMoE(c)
+        return PlainMLP(c.hidden_size, c.intermediate_size)
 
     def module(self, k: int) -> PlainMTPModule:
         """Return module k, from 1."""
@@ -322,11 +324,5 @@ class PlainCausalLM(PlainLM):
         return logits
 
 
-class PlainGroupedLM(PlainCausalLM):
-    """A model whose layers all have grouped-query attention."""
-
-    def __init__(self, config: GroupedConfig) -> None:
-        def block(layer: int) -> Block:
-            return PlainGroupedAttention(config), make_plain_feed_forward(config, layer)
-
-        super().__init__(config, block, config.rotary_dim)
+def make_plain_grouped(c: GroupedConfig) -> PlainCausalLM:
+    return PlainCausalLM(c, lambda layer: PlainGroupedAttention(c), c.rotary_dim)

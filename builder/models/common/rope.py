@@ -16,14 +16,17 @@ def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     if rope.kind == "linear":
         return base / rope.factor
 
-    def find_correction_dim(rotations: float) -> float:
+    def correction_dim(rotations: float) -> float:
         span = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(span) / (2 * math.log(rope.theta))
 
-    low, high = find_correction_dim(rope.beta_fast), find_correction_dim(rope.beta_slow)
+    low = correction_dim(rope.beta_fast)
+    high = correction_dim(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return base / rope.factor * ramp + base * (1 - ramp)

@@ -12,7 +12,6 @@ FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMNextN"),
     model_type="deepseek_v3",
     config=config.DeepseekV3Config,
-    parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "DeepseekV3"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=list_copies_in_layers,

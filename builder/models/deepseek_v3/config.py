@@ -1,8 +1,7 @@
 """DeepSeek-V3's `config.json`, also in the spelling of transformers 5, and its sizes and costs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from mtpbuild.builder.checkpoint.config import MoEConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.common.moe_config import count_activations, list_splits
@@ -10,20 +9,24 @@ from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
 
-# What transformers' class takes for a value that config.json leaves out.
-USUAL: dict[str, Any] = {
-    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-    "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(MoEConfig):
     """The shape of a DeepSeek-V3-class model: latent attention (MLA), routed experts."""
 
+    usual: ClassVar[dict[str, Any]] = {
+        "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+    }  # fmt: skip
+    supported: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "attention_bias": False,
+    }  # fmt: skip
+
     num_attention_heads: int = integer()
-    q_lora_rank: int | None
+    # null is a value: queries have no latent.
+    q_lora_rank: int | None = field(metadata={"read": lambda read, key: read_q_lora_rank(read)})
     kv_lora_rank: int = integer()
     qk_nope_head_dim: int = integer()
     qk_rope_head_dim: int = integer(2)
@@ -33,6 +36,11 @@ class DeepseekV3Config(MoEConfig):
     # vLLM and SGLang take rms_norm_eps, which is 1e-5 for Moonlight and GLM-4.7-Flash. The question
     # is open (transformers PRs #44317, #44346, vLLM PR #35515). We follow transformers, our oracle.
     latent_norm_eps: float = fixed(1e-6)
+
+    def check(self) -> None:
+        super().check()
+        if self.qk_rope_head_dim % 2:
+            raise CheckpointError(f"qk_rope_head_dim {self.qk_rope_head_dim} must be even")
 
     @property
     def qk_head_dim(self) -> int:
@@ -44,30 +52,9 @@ class DeepseekV3Config(MoEConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-C = TypeVar("C", bound="DeepseekV3Config")
-
-
-def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
-    """Normalise a `config.json`; raise CheckpointError."""
-    return parse_fields(DeepseekV3Config, raw)
-
-
-def parse_fields(kind: type[C], raw: Mapping[str, Any], **usual: Any) -> C:
-    """Parse a `config.json` of DeepSeek-V3 or of a family that differs in names and defaults.
-
-    usual: the defaults that differ.
-    """
-    read = Reader(raw, USUAL | usual)
-    read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
-    if raw.get("attention_bias"):
-        raise CheckpointError("attention_bias true is not supported with latent attention")
-    # null is a value: queries have no latent.
-    q_lora = None if raw.get("q_lora_rank", 0) is None else read.integer("q_lora_rank", 1)
-    config = read.fill(kind, q_lora_rank=q_lora)
-    config.check_experts()
-    if config.qk_rope_head_dim % 2:
-        raise CheckpointError(f"qk_rope_head_dim {config.qk_rope_head_dim} must be even")
-    return config
+def read_q_lora_rank(read: Reader) -> int | None:
+    key = "q_lora_rank"
+    return None if read.raw.get(key, 0) is None else read.integer(key, 1)
 
 
 def cache_widths(c: DeepseekV3Config, ranks: Ranks) -> list[int]:

@@ -4,11 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.plain import (
-    Block,
     PlainAttention,
     PlainCausalLM,
     PlainRMSNorm,
-    make_plain_feed_forward,
 )
 from mtpbuild.builder.models.common.rope import rotate, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
@@ -63,7 +61,6 @@ class PlainDeepseek(PlainCausalLM):
     config: DeepseekV3Config
 
     def __init__(self, config: DeepseekV3Config) -> None:
-        def block(layer: int) -> Block:
-            return PlainLatentAttention(config), make_plain_feed_forward(config, layer)
-
-        super().__init__(config, block, config.qk_rope_head_dim)
+        super().__init__(
+            config, lambda layer: PlainLatentAttention(config), config.qk_rope_head_dim
+        )

@@ -1,13 +1,12 @@
 """The `config.json` of models with DeepSeek's sparse attention, and the costs of their sizes."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, ModuleInputs, Reader, flag, integer
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.models.deepseek_v3 import config as deepseek_v3
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
@@ -32,6 +31,16 @@ class DeepseekV32Config(DeepseekV3Config):
     indexers: tuple[bool, ...] = field(metadata={"read": lambda read, key: indexers(read)})
     mtp: ModuleInputs = field(metadata={"read": make_mtp_rules})
 
+    def check(self) -> None:
+        super().check()
+        if self.q_lora_rank is None:
+            raise CheckpointError("q_lora_rank is missing: the indexer's queries are made from it")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise CheckpointError(
+                f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}, of which its rotary part is"
+            )
+
     def has_indexer(self, layer: int) -> bool:
         """Return whether a layer chooses rows itself, as all MTP modules do."""
         return layer >= self.num_hidden_layers or self.indexers[layer]
@@ -48,27 +57,6 @@ class DeepseekV32Config(DeepseekV3Config):
     def chooser(self, layer: int) -> int:
         """Return the layer whose choice of rows a main layer attends to."""
         return max(i for i in range(layer + 1) if self.indexers[i])
-
-
-C = TypeVar("C", bound=DeepseekV32Config)
-
-
-def parse_config(raw: Mapping[str, Any]) -> DeepseekV32Config:
-    """Normalise a `config.json`; raise CheckpointError."""
-    return parse_sparse(DeepseekV32Config, raw)
-
-
-def parse_sparse(kind: type[C], raw: Mapping[str, Any], **usual: Any) -> C:
-    """Parse a `config.json` of DeepSeek-V3.2 or of a family that differs in defaults."""
-    config = parse_fields(kind, raw, **usual)
-    if config.q_lora_rank is None:
-        raise CheckpointError("q_lora_rank is missing: the indexer's queries are made from it")
-    if config.index_head_dim < config.qk_rope_head_dim:
-        raise CheckpointError(
-            f"index_head_dim {config.index_head_dim} is below qk_rope_head_dim "
-            f"{config.qk_rope_head_dim}, of which its rotary part is"
-        )
-    return config
 
 
 def indexers(read: Reader) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import Block, PlainCausalLM, make_plain_feed_forward
+from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.rope import rotate
 from mtpbuild.builder.models.deepseek_v3.reference import PlainLatentAttention
 from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
@@ -72,12 +72,12 @@ class PlainDeepseekV32(PlainCausalLM):
     def __init__(self, config: DeepseekV32Config) -> None:
         layers: list[PlainSparseAttention] = []
 
-        def block(layer: int) -> Block:
+        def attention(layer: int) -> PlainSparseAttention:
             chooser = None if config.has_indexer(layer) else layers[config.chooser(layer)]
             layers.append(PlainSparseAttention(config, chooser))
-            return layers[-1], make_plain_feed_forward(config, layer)
+            return layers[-1]
 
-        super().__init__(config, block, config.qk_rope_head_dim)
+        super().__init__(config, attention, config.qk_rope_head_dim)
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         attention = self.module(k).self_attn

@@ -4,29 +4,22 @@ In transformers' class only layer 0 is dense unless `mlp_layer_types` is given, 
 `first_k_dense_replace` is 1 here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mtpbuild.builder.models.deepseek_v3 import FAMILY as DEEPSEEK_V3
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_fields
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.family import import_lazily
-
-USUAL = {
-    "q_lora_rank": 768, "moe_intermediate_size": 1536, "n_routed_experts": 64,
-    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
-    "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config):
     """DeepSeek-V3's values with other defaults."""
 
-
-def parse_config(raw: Mapping[str, Any]) -> Glm4MoeLiteConfig:
-    """Normalise a `config.json`; raise CheckpointError."""
-    return parse_fields(Glm4MoeLiteConfig, raw, **USUAL)
+    usual = DeepseekV3Config.usual | {
+        "q_lora_rank": 768, "moe_intermediate_size": 1536, "n_routed_experts": 64,
+        "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8,
+        "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
 
 
 FAMILY = replace(
@@ -35,6 +28,5 @@ FAMILY = replace(
     architectures=("Glm4MoeLiteForCausalLM",),
     model_type="glm4_moe_lite",
     config=Glm4MoeLiteConfig,
-    parse_config=parse_config,
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

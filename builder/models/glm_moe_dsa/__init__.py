@@ -3,28 +3,23 @@
 From 5.2 on some layers have no indexer, and reuse the choice of an earlier layer.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mtpbuild.builder.checkpoint.config import flag
 from mtpbuild.builder.models.deepseek_v32 import FAMILY as DEEPSEEK_V32
-from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config, parse_sparse
+from mtpbuild.builder.models.deepseek_v32.config import DeepseekV32Config
 from mtpbuild.builder.models.family import import_lazily
-
-USUAL = {"q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlmMoeDsaConfig(DeepseekV32Config):
-    """DeepSeek-V3.2's values with another default."""
+    """DeepSeek-V3.2's values with other defaults."""
+
+    usual = DeepseekV32Config.usual | {
+        "q_lora_rank": 2048, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
 
     indexer_rope_interleave: bool = flag(True)
-
-
-def parse_config(raw: Mapping[str, Any]) -> GlmMoeDsaConfig:
-    """Normalise a `config.json`; raise CheckpointError."""
-    return parse_sparse(GlmMoeDsaConfig, raw, **USUAL)
 
 
 FAMILY = replace(
@@ -33,6 +28,5 @@ FAMILY = replace(
     architectures=("GlmMoeDsaForCausalLM",),
     model_type="glm_moe_dsa",
     config=GlmMoeDsaConfig,
-    parse_config=parse_config,
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
 )

@@ -1,12 +1,11 @@
 """MiMo-7B: Qwen2's dense trunk, and an MTP module whose tensors have names of their own."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from mtpbuild.builder.checkpoint.config import ModuleInputs, ModuleNames, Reader, fixed
+from mtpbuild.builder.checkpoint.config import ModuleInputs, ModuleNames, fixed
 from mtpbuild.builder.models.common.copies import list_tied_head
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig, read_head_sizes
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.grouped_family import GROUPED
 
 # A module's input is [hidden ; embedding], with hidden states from before the final norm, as in
@@ -28,16 +27,9 @@ class MimoConfig(GroupedConfig):
         head_norm="final_layernorm",
     )
 
+    supported: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
+
     mtp: ModuleInputs = fixed(RULES)
-
-
-def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
-    """Normalise a `config.json`; raise CheckpointError."""
-    read = Reader(raw)
-    read.only(hidden_act="silu", use_sliding_window=False)
-    config = read.fill(MimoConfig, **read_head_sizes(read))
-    config.check_heads()
-    return config
 
 
 FAMILY = replace(
@@ -46,6 +38,5 @@ FAMILY = replace(
     architectures=("MiMoForCausalLM",),
     model_type="mimo",
     config=MimoConfig,
-    parse_config=parse_config,
     copies=list_tied_head,
 )

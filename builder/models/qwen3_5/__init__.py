@@ -20,7 +20,6 @@ FAMILY = replace(
     ),
     model_type="qwen3_5",
     config=config.Qwen35Config,
-    parse_config=config.parse_config,
     make_model=import_lazily(f"{__name__}.model", "Qwen35"),
     weight_table=import_lazily(f"{__name__}.weights", "weight_table"),
     copies=list_tied_head,

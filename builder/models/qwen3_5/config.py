@@ -7,7 +7,7 @@ them, so it is a plain one.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import (
     COUNT_LIMIT,
@@ -16,6 +16,7 @@ from mtpbuild.builder.checkpoint.config import (
     MoEConfig,
     Reader,
     fixed,
+    flag,
     integer,
 )
 from mtpbuild.builder.models.common import grouped_config
@@ -58,6 +59,9 @@ class Qwen35Config(MoEConfig, GroupedConfig):
 
     module_names = MODULE_NAMES
     norms_minus_one = True
+    supported: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False,
+    }  # fmt: skip
 
     attention_bias: bool = fixed(False)
     use_qk_norm: bool = fixed(True)
@@ -70,7 +74,22 @@ class Qwen35Config(MoEConfig, GroupedConfig):
     linear_num_value_heads: int = integer()
     shared_expert_intermediate_size: int = integer(0, 0)
     delta_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: delta_layers(read)})
-    packed: bool = fixed(False)  # the delta rule's projections are stored one key head at a time
+    moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
+    packed: bool = flag(False)  # the delta rule's projections are stored one key head at a time
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Self:
+        text = raw.get("text_config", raw)
+        if not isinstance(text, dict):
+            raise CheckpointError("text_config must be an object")
+        names = (text.get("model_type"), raw.get("model_type"), raw.get("architectures"))
+        kind = str(names).lower()
+        packed = "next" in kind
+        mixture = "moe" in kind or text.get("num_experts")
+        usual = USUAL_NEXT if packed else USUAL_MOE if mixture else USUAL
+        dense = not text.get("num_experts", usual.get("n_routed_experts"))
+        values = read_text_values(raw, text, dense=dense) | {"packed": packed}
+        return cls.read(Reader(values, usual))
 
     @property
     def delta_keys(self) -> int:
@@ -95,8 +114,8 @@ class Qwen35Config(MoEConfig, GroupedConfig):
             )
         return replace(super().sliced(first, count), delta_layers=delta)
 
-    def check_delta(self) -> None:
-        """Raise CheckpointError unless key heads divide value heads and a layer has attention."""
+    def check(self) -> None:
+        super().check()
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
         if values % keys:
             raise CheckpointError(
@@ -104,30 +123,11 @@ class Qwen35Config(MoEConfig, GroupedConfig):
             )
         if all(self.delta_layers):
             raise CheckpointError(f"layer_types has no {ATTENTION}, which an engine needs")
-
-
-def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
-    """Normalise a `config.json`; raise CheckpointError."""
-    text = raw.get("text_config", raw)
-    if not isinstance(text, dict):
-        raise CheckpointError("text_config must be an object")
-    kind = f"{text.get('model_type')} {raw.get('model_type')} {raw.get('architectures')}".lower()
-    packed, mixture = "next" in kind, "moe" in kind or text.get("num_experts")
-    usual = USUAL_NEXT if packed else USUAL_MOE if mixture else USUAL
-    dense = not text.get("num_experts", usual.get("n_routed_experts"))
-    read = Reader(read_text_values(raw, text, dense=dense), usual)
-    read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
-    sizes: dict[str, Any] = {**grouped_config.read_head_sizes(read)}
-    config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
-    config.check_heads()
-    config.check_experts()
-    config.check_delta()
-    if config.num_nextn_predict_layers > 1:
-        raise CheckpointError(
-            f"{MODULE_NAMES.count} {config.num_nextn_predict_layers} is not supported: nobody has "
-            "defined what more than one MTP module shares"
-        )
-    return config
+        if self.num_nextn_predict_layers > 1:
+            raise CheckpointError(
+                f"{MODULE_NAMES.count} {self.num_nextn_predict_layers} is not supported: nobody "
+                "has defined what more than one MTP module shares"
+            )
 
 
 def read_text_values(

@@ -111,10 +111,10 @@ def restore(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
 
 def restore_tiled(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
     """Do the same, and put value heads in order."""
-    return replace(restore(file, tensor, weight), **find_tiles(file, tensor))
+    return replace(restore(file, tensor, weight), **order_of_value_heads(file, tensor))
 
 
-def find_tiles(file: GgufFile, tensor: str) -> dict[str, Any]:
+def order_of_value_heads(file: GgufFile, tensor: str) -> dict[str, Any]:
     """Return the order of a tensor's value heads, for those that have any."""
     keys, values = file.key("ssm.group_count"), file.key("ssm.time_step_rank")
     if keys == values:
@@ -183,7 +183,6 @@ def log_of_rate(rate: Floats) -> Floats:
             near.append(step)
     logarithms = np.stack(near)
     rates = torch.from_numpy(logarithms).exp().numpy().astype(np.float64)
-    best: Floats = np.take_along_axis(logarithms, np.abs(rates - positive).argmin(0)[None], axis=0)[
-        0
-    ]
+    nearest = np.abs(rates - positive).argmin(0)[None]
+    best: Floats = np.take_along_axis(logarithms, nearest, axis=0)[0]
     return best

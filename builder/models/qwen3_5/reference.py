@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.plain import (
-    Block,
     PlainCausalLM,
     PlainGroupedAttention,
     PlainMLP,
@@ -36,19 +35,19 @@ class PlainGatedDelta(nn.Module):
         self.norm = nn.RMSNorm(c.linear_value_head_dim, c.rms_norm_eps)
         self.out_proj = nn.Linear(c.delta_values, E, bias=False)
 
-    def project(self, name: str, x: Tensor) -> Tensor:
-        y: Tensor = getattr(self, f"in_proj_{name}")(x)
-        return y
-
     def projected(self, x: Tensor) -> list[Tensor]:
         """Return queries, keys and values side by side, then z, b and a."""
         if not self.config.packed:
-            return [self.project(name, x) for name in ("qkv", "z", "b", "a")]
+            return [self.get_submodule(f"in_proj_{name}")(x) for name in ("qkv", "z", "b", "a")]
         c = self.config
         group = c.linear_num_value_heads // c.linear_num_key_heads
         K, V, heads = c.linear_key_head_dim, c.linear_value_head_dim, (c.linear_num_key_heads, -1)
-        qkvz = self.project("qkvz", x).unflatten(-1, heads).split([K, K, group * V, group * V], -1)
-        b, a = self.project("ba", x).unflatten(-1, heads).chunk(2, dim=-1)
+        qkvz = (
+            self.get_submodule("in_proj_qkvz")(x)
+            .unflatten(-1, heads)
+            .split([K, K, group * V, group * V], -1)
+        )
+        b, a = self.get_submodule("in_proj_ba")(x).unflatten(-1, heads).chunk(2, dim=-1)
         q, k, v, z, b, a = (part.flatten(-2) for part in (*qkvz, b, a))
         return [torch.cat([q, k, v], -1), z, b, a]
 
@@ -132,11 +131,15 @@ class PlainQwen35(PlainCausalLM):
     config: Qwen35Config
 
     def __init__(self, c: Qwen35Config) -> None:
-        def block(layer: int) -> Block:
+        def attention(layer: int) -> nn.Module:
             delta = layer < c.num_hidden_layers and c.delta_layers[layer]
-            attention = PlainGatedDelta(c) if delta else PlainGroupedAttention(c)
-            if c.is_moe(layer):
-                return attention, PlainQwen35MoE(c)
-            return attention, PlainMLP(c.hidden_size, c.intermediate_size)
+            return PlainGatedDelta(c) if delta else PlainGroupedAttention(c)
 
-        super().__init__(c, block, c.rotary_dim)
+        super().__init__(c, attention, c.rotary_dim)
+
+    def make_feed_forward(self, layer: int) -> nn.Module:
+        return (
+            PlainQwen35MoE(self.config)
+            if self.config.is_moe(layer)
+            else super().make_feed_forward(layer)
+        )

@@ -34,15 +34,13 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
             return list_delta_weights(c, f"{at}.linear_attn", f"{to}.linear_attn")
         return list_grouped_weights(c, index, at, to)
 
-    table = make_weight_table(c, attention, partial(feed_forward, c, share))
-    return [add_one(w) if w.name.endswith("norm.weight") else w for w in table]
-
-
-def add_one(norm: Weight) -> Weight:
-    """Add 1 to a norm's weight, as the checkpoint stores the factor minus 1 except for one norm."""
-    if norm.name.endswith(GATED_NORM):
-        return norm
-    return replace(norm, transform=lambda w: 1 + w)
+    # The checkpoint stores the factor of a norm minus 1, except for one norm.
+    return [
+        replace(weight, transform=lambda w: 1 + w)
+        if weight.name.endswith("norm.weight") and not weight.name.endswith(GATED_NORM)
+        else weight
+        for weight in make_weight_table(c, attention, partial(feed_forward, c, share))
+    ]
 
 
 def feed_forward(c: Qwen35Config, share: Share, index: int, at: str, to: str) -> Iterator[Weight]:
