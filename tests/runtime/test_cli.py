@@ -424,7 +424,7 @@ def test_accepted_drafts_stand_out(
     screen = Terminal()
     engine, _ = fake_engine()
     with contextlib.redirect_stdout(screen):
-        result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9), echo=True)
+        result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9))
     text = screen.getvalue()
     assert (terminal.GREEN in text) == colour
     plain = re.sub(r"\x1b\[\d+m", "", text)
