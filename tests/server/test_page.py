@@ -115,14 +115,8 @@ def test_thoughts_are_folded(engine: Engine, play: Any) -> None:
     assert first["html"] == render_markdown(output)
     assert "132" in first["html"]
     assert "think>" not in json.dumps(told)
-    assert [each["messages"] for each in told["sent"]] == [
-        asked,
-        [
-            *asked,
-            {"role": "assistant", "content": output},
-            {"role": "user", "content": "And 3 + 4?"},
-        ],
-    ]
+    more = [{"role": "assistant", "content": output}, {"role": "user", "content": "And 3 + 4?"}]
+    assert [each["messages"] for each in told["sent"]] == [asked, asked + more]
     assert "7" in second["html"]
     assert told["asked"] == ["This server needs an API key"]
 
@@ -274,15 +268,8 @@ def test_an_empty_answer_is_said_and_not_sent(play: Any) -> None:
 @needs_node
 def test_rendered_text_finds_its_tokens(play: Any) -> None:
     """Marks of markdown belong to no text; what rendering adds belongs to the token before it."""
-    spans = [
-        ["**b", 0],
-        ["ol", 1],
-        ["d**", 2],
-        [" [li", 0],
-        ["nk](http://x)", 1],
-        [" & e", 0],
-        ["nd", 1],
-    ]
+    parts = ["**b", "ol", "d**", " [li", "nk](http://x)", " & e", "nd"]
+    spans = [[part, draft] for part, draft in zip(parts, (0, 1, 2, 0, 1, 0, 1), strict=True)]
     texts = ["bold", " ", "link", " & end", "✓"]
     scenario = """
         const spans = SPANS, cut = chat.makeCutter(spans);
