@@ -219,11 +219,11 @@ def test_what_comes_from_outside() -> None:
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
 
 
-def test_what_only_some_systems_have_is_imported_in_three_places() -> None:
-    """And there Windows does without it: for a build's peak, a template's limit, and the echo."""
+def test_what_only_some_systems_have_is_imported_in_two_places() -> None:
+    """And there Windows does without it: for a build's peak, and a template's limit."""
     some = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
     users = {module for module, path in sources() if some & set(imports(path, module_level=False))}
-    names = ("builder.cli.tables", "runtime.cli.chat_terminal", "runtime.text.template_process")
+    names = ("builder.cli.tables", "runtime.text.template_process")
     assert users == {f"mtpbuild.{name}" for name in names}
 
 

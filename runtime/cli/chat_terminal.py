@@ -6,7 +6,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +18,7 @@ from prompt_toolkit.filters import has_focus
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.key_binding.bindings.named_commands import get_by_name
 from prompt_toolkit.shortcuts import CompleteStyle
 from rich.cells import cell_len
 
@@ -40,47 +42,36 @@ def converse(
     """Chat until Ctrl-D; without a chat template, continue texts.
 
     Ctrl-C ends an answer, and the conversation continues with the partial answer. While a question
-    is typed, Ctrl-C clears the text; a question that `/edit` took goes back to its place. Raises
+    is typed, Ctrl-C gives it up; a question that `/edit` took goes back to its place. Raises
     RequestError if the engine can't have such a conversation.
     """
-
-    def answer(prompt: Prompt, params: SamplingParams) -> ChatResult:
-        return show_answer(engine, prompt, params)
-
+    answer = partial(show_answer, engine)
     conversation = Conversation(
         engine, params, answer, print_dimmed, system=system, options=options
     )
-    session = make_session(open_history(find_history_path()), conversation.restore)
+    session = make_session(open_history(find_history_path()))
     with contextlib.suppress(EOFError):
         while True:
             draft, conversation.draft = conversation.draft, ""
-            text = session.prompt("> ", default=draft)
+            try:
+                text = session.prompt("> ", default=draft)
+            except KeyboardInterrupt:
+                conversation.restore()
+                continue
             if text.strip():
                 conversation.take(text)
 
 
-def make_session(
-    history: History, cleared: Callable[[], None] = lambda: None
-) -> PromptSession[str]:
-    """Return the editor of questions: Enter sends the text, pasted lines stay together.
-
-    cleared: is called after Ctrl-C has cleared the text.
-    """
-    keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
-
-    @keys.add("enter", filter=typing)
-    def send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
+def make_session(history: History) -> PromptSession[str]:
+    """Return the editor of questions: Enter sends the text, pasted lines stay together."""
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)
+    keys.add("enter", filter=typing)(get_by_name("accept-line"))
 
     @keys.add("c-j", filter=typing)
     @keys.add("escape", "enter", filter=typing)
     def begin_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
-
-    @keys.add("c-c", filter=typing)
-    def clear(event: KeyPressEvent) -> None:
-        event.current_buffer.reset()
-        cleared()
 
     return PromptSession(
         history=history,
@@ -114,36 +105,13 @@ def open_history(path: Path) -> History:
 def show_answer(engine: Engine, prompt: Prompt, params: SamplingParams) -> ChatResult:
     """Stream an answer to standard output, then print its summary to standard error."""
     screen = AnswerScreen(sys.stdout)
-    with (
-        engine.chat(prompt, params, stream=True) as stream,
-        end_by_ctrl_c(stream),
-        without_echo(sys.stdin),
-    ):
+    with engine.chat(prompt, params, stream=True) as stream, end_by_ctrl_c(stream):
         for part in stream:
             screen.show(part.chunk.spans, part.chunk.reasoning_tokens)
         screen.end()
         result = stream.result()
     print_dimmed(summary(result, brief=True))
     return result
-
-
-@contextlib.contextmanager
-def without_echo(typed: TextIO) -> Iterator[None]:
-    """Keep what is typed in the block off the screen; the next question gets it."""
-    try:
-        import termios
-
-        before = termios.tcgetattr(typed)
-    except (ImportError, ValueError, termios.error):  # no Unix, or no terminal
-        yield
-        return
-    quiet = before.copy()
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(typed, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(typed, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager

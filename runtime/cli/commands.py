@@ -226,7 +226,11 @@ def run(
             chat_terminal.converse(loaded, params, prompts.system, options)
         else:
             prompt = prompts.read_prompt(loaded, options)
-            terminal.answer(loaded, prompt, params, json, recorder)
+            if json:
+                result = loaded.generate(prompt, params, observer=recorder)
+                typer.echo(terminal.write_json_line(0, result))
+            else:
+                terminal.stream_answer(loaded, prompt, params, recorder)
 
 
 @error_line

@@ -119,7 +119,7 @@ class Conversation:
         width = max(map(len, usages))
         for usage, run in usages.items():
             self.say(f"{usage:{width}} {(run.__doc__ or '').rstrip('.').lower()}")
-        self.say("Alt-Enter or Ctrl-J begins a line, Ctrl-C clears the text or ends an answer")
+        self.say("Alt-Enter or Ctrl-J begins a line, Ctrl-C gives the text up or ends an answer")
 
     def set_system(self, text: str) -> None:
         """Set the system message, or remove it."""
@@ -152,8 +152,6 @@ class Conversation:
     def regenerate(self, _: str = "") -> None:
         """Answer the last question again."""
         messages = self.turns.messages[: self.turns.find_last_question() + 1]
-        if self.params.temperature == 0 or self.params.seed is not None:
-            self.say("the same again? /set temperature 1 and /set seed null let an answer vary")
         self._answer(messages)
 
     def edit(self, _: str = "") -> None:

@@ -54,16 +54,6 @@ def summary(result: Result, *, brief: bool = False) -> str:
     return ", ".join(parts)
 
 
-def answer(
-    engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
-) -> None:
-    """Answer a prompt with one JSON object, or with streamed text and a summary."""
-    if json:
-        print(write_json_line(0, engine.generate(prompt, params, observer=trace)))
-    else:
-        stream_answer(engine, prompt, params, echo=True, observer=trace)
-
-
 def answer_file(
     engine: Engine, path: Path, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
@@ -78,17 +68,12 @@ def answer_file(
 
 
 def stream_answer(
-    engine: Engine,
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    echo: bool = False,
-    observer: Observer | None = None,
+    engine: Engine, prompt: Prompt, params: SamplingParams, observer: Observer | None = None
 ) -> Result:
     """Stream the text to standard output, then print the summary to standard error."""
     colour = has_colour(sys.stdout)
     with engine.stream(prompt, params, observer=observer) as stream:
-        if echo and colour and isinstance(prompt, str):
+        if colour and isinstance(prompt, str):
             print(dim(prompt, colour), end="")
         for chunk in stream:
             # Without a tokenizer a chunk has no spans: its ids are shown.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from fastapi import Request
@@ -60,7 +60,16 @@ class AnswerResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.admitted(self._body.count):
-            await _race(self._run(scope, receive, send), receive)
+            running = asyncio.create_task(self._run(scope, receive, send))
+            watching = asyncio.create_task(self.listen_for_disconnect(receive))
+            try:
+                await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+            finally:
+                running.cancel()
+                watching.cancel()
+                await asyncio.gather(running, watching, return_exceptions=True)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._service.loaded():
@@ -140,21 +149,3 @@ def _encode_event(event: dict[str, Any]) -> bytes:
     """Encode a server-sent event, whose name is its `type`."""
     name = f"event: {event['type']}\n".encode() if "type" in event else b""
     return name + b"data: " + encode_json(event) + b"\n\n"
-
-
-async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
-    """Do the work, and cancel it if the client disconnects."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

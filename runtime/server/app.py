@@ -38,7 +38,7 @@ def make_app(services: Services) -> FastAPI:
         exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _answer_error),
     )
     app.state.services = services
-    for part in (*ROUTERS, router, page.pages):
+    for part in (*ROUTERS, router):
         app.include_router(part)
     app.add_middleware(RequestGate, settings=services.settings)
     if services.settings.allow_origin:

@@ -5,25 +5,23 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.requests.answer import AnswerBlock
 from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server.answers import Answer, AnswerChoice, Json, Pieces
 from mtpbuild.runtime.server.bodies import make_invalid_body_error
-from mtpbuild.runtime.server.chat import read_chat_as
+from mtpbuild.runtime.server.chat import read_chat
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
+from mtpbuild.runtime.server.protocol import ChatBody, OpenBody, StreamedBody
 
 CHAT_ONLY: dict[str, Any] = {"n": 1, "logprobs": False, "top_logprobs": 0}  # field -> neutral value
 
 
-class TranslatedBody(StreamedBody):
+class TranslatedBody(StreamedBody, OpenBody):
     """The body of an API that is translated into a chat's; extra fields are the chat's own."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     names: ClassVar[Mapping[str, str]]  # chat field -> this API's
     refused: ClassVar[Mapping[str, str]]  # field -> why it is refused
@@ -89,6 +87,7 @@ class BlockAnswer(Answer):
     """An answer that is streamed block by block: a block is opened, grows and is closed."""
 
     ends_with_done = False
+    asked: TranslatedBody
     body: ChatBody
     index = -1  # of the newest block in the stream
     _open: AnswerBlock | None = None
@@ -140,7 +139,8 @@ def read_translated(
 ) -> Translated:
     """Create the answer for a body; ApiError names the wrong field."""
     with body.name_own_fields():
-        answer = read_chat_as(kind, engine, settings, body.chat_body())
+        answer = read_chat(kind, engine, settings, body.chat_body())
+    answer.asked = body
     fields = answer.field_names
     answer.field_names = {name: body.names.get(field, field) for name, field in fields.items()}
     return answer

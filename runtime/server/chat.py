@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: messages become a prompt, chunks become messages."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -33,15 +34,10 @@ DELTA_FIELDS = {"content": ["content"], "reasoning": ["reasoning_content", "reas
 @router.post("/v1/chat/completions", responses=ANSWERS)
 async def continue_chat(body: ChatBody, request: Request) -> Response:
     """Continue a conversation."""
-    return answer(request, body, read_chat)
+    return answer(request, body, partial(read_chat, ChatAnswer))
 
 
-def read_chat(engine: Engine, settings: ServerOptions, body: ChatBody) -> "ChatAnswer":
-    """Create the answer for a body; ApiError names the wrong field."""
-    return read_chat_as(ChatAnswer, engine, settings, body)
-
-
-def read_chat_as(kind: type[T], engine: Engine, settings: ServerOptions, body: ChatBody) -> T:
+def read_chat(kind: type[T], engine: Engine, settings: ServerOptions, body: ChatBody) -> T:
     """Create an answer of class `kind` for a chat's body; ApiError names the wrong field."""
     with translate_errors():
         tool_use = read_tool_use(

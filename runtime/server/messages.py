@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -17,7 +18,6 @@ from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_tra
 from mtpbuild.runtime.server.bodies import BodyRoute
 from mtpbuild.runtime.server.chat import encode_prompt
 from mtpbuild.runtime.server.errors import ERRORS, ApiError
-from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
 
 router = APIRouter(route_class=BodyRoute)
@@ -78,6 +78,8 @@ class MessagesPrompt(TranslatedBody):
     }
 
     messages: Many[Turn]
+    max_tokens: int | None = None
+    stop_sequences: Many[str] | None = None
     system: str | Many[Json] | None = None
     tools: Many[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -95,7 +97,8 @@ class MessagesPrompt(TranslatedBody):
         return [*system, *turns]
 
     def chat_body(self) -> ChatBody:
-        fields, template = self.chat_fields(), Json()
+        fields = Json(max_tokens=self.max_tokens, stop=self.stop_sequences)
+        template = Json()
         last = self.conversation()[-1][1] if self.messages else {}
         if last.get("role") == "assistant" and "tool_calls" not in last:
             fields["continue_final_message"] = True
@@ -116,30 +119,17 @@ class MessagesPrompt(TranslatedBody):
             template |= {"thinking": thinks, "enable_thinking": thinks}
         return self.make_chat_body(template, **fields)
 
-    def chat_fields(self) -> Json:
-        """Return the chat's fields that limit its answer; a count of tokens has none."""
-        return {}
-
 
 class MessagesBody(MessagesPrompt):
     """The body of POST /v1/messages."""
 
     max_tokens: int
-    stop_sequences: Many[str] | None = None
-
-    def chat_fields(self) -> Json:
-        return {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
 @router.post("/v1/messages", responses=ANSWERS)
 async def continue_conversation(body: MessagesBody, request: Request) -> Response:
     """Continue a conversation, by Anthropic's API."""
-    return answer(request, body, read_message)
-
-
-def read_message(engine: Engine, settings: ServerOptions, body: MessagesBody) -> "MessagesAnswer":
-    """Create the answer for a body; raises ApiError."""
-    return read_translated(MessagesAnswer, engine, settings, body)
+    return answer(request, body, partial(read_translated, MessagesAnswer))
 
 
 @router.post("/v1/messages/count_tokens", responses=ERRORS)

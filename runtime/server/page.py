@@ -1,24 +1,19 @@
 """The page to chat on: its files, and the markdown of its answers as HTML."""
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter, Request
 from markdown_it import MarkdownIt
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 
 from mtpbuild.runtime.server.bodies import BodyRoute
-from mtpbuild.runtime.server.errors import ERRORS, ApiError, JsonResponse
+from mtpbuild.runtime.server.errors import ERRORS, ApiError, JsonResponse, find_route_path
 from mtpbuild.runtime.server.protocol import Body
 
 router = APIRouter(route_class=BodyRoute)
-FILES = {  # path -> file beside this one, and its type
-    "/": ("page.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/chat.js": ("chat.js", "text/javascript"),
-}
+# Path -> file beside this one.
+FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.css", "page.js", "chat.js")}
 MAX_CHARS = 1 << 18  # of a text that is rendered
 MANY_BRACKETS = 1000  # from here on links are not looked for: that takes time squared
 HEADERS = {
@@ -68,14 +63,11 @@ def _make_markdown(links: bool) -> MarkdownIt:
     return MarkdownIt("js-default", {"breaks": True}).disable(without)
 
 
-def read_page(path: str) -> Response:
-    """Return the page's file at this path."""
-    name, kind = FILES[path]
-    content = Path(__file__).with_name(name).read_bytes()
-    return Response(content, headers=HEADERS, media_type=kind)
+async def read_page(request: Request) -> Response:
+    """Return the page's file at the request's path."""
+    name = FILES[find_route_path(request.scope)]
+    return FileResponse(Path(__file__).with_name(name), headers=HEADERS)
 
 
-pages = APIRouter(include_in_schema=False)
 for path in FILES:
-    answer: Any = partial(read_page, path)
-    pages.api_route(path, methods=["GET", "HEAD"])(answer)
+    router.add_route(path, read_page, include_in_schema=False)

@@ -80,6 +80,12 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+class OpenBody(Body):
+    """A part of a request whose unknown fields are kept."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
 class StreamedBody(Body):
     """The body of a request whose answer may be streamed."""
 
@@ -112,13 +118,13 @@ def is_refused(name: str, value: Any) -> bool:
     return name in REFUSED and value is not None and not same
 
 
-class GenerationBody(StreamedBody):
+class GenerationBody(StreamedBody, OpenBody):
     """The fields that chats and completions share; null means the default.
 
     The fields of `list_http_settings` are accepted as well, as extra fields.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
+    model_config = ConfigDict(json_schema_extra=_describe)
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream_options: StreamOptions | None = None
@@ -179,9 +185,7 @@ class GenerationBody(StreamedBody):
         return {name: v for name, v in (self.model_extra or {}).items() if name in known}
 
 
-class Function(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Function(OpenBody):
     name: str
     description: str | None = None
     parameters: Annotated[

@@ -1,36 +1,30 @@
 """POST /v1/responses, OpenAI's newer API; no responses are stored between requests."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ConfigDict
 from starlette.responses import Response
 
-from mtpbuild.runtime.engine.engine import Engine
 from mtpbuild.runtime.requests.answer import AnswerBlock, make_tool_call
 from mtpbuild.runtime.server.answering import ANSWERS, answer
 from mtpbuild.runtime.server.answers import Json
 from mtpbuild.runtime.server.blocks import BlockAnswer, TranslatedBody, read_translated
 from mtpbuild.runtime.server.bodies import BodyRoute
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.options import ServerOptions
-from mtpbuild.runtime.server.protocol import Body, ChatBody, Many
+from mtpbuild.runtime.server.protocol import ChatBody, Many, OpenBody
 
 router = APIRouter(route_class=BodyRoute)
 STATELESS = "the server keeps no responses: send the whole conversation as input"
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 
 
-class Reasoning(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Reasoning(OpenBody):
     effort: str | None = None
 
 
-class Text(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Text(OpenBody):
     format: Json | None = None
 
 
@@ -59,6 +53,23 @@ class ResponsesBody(TranslatedBody):
     text: Text | None = None
     include: Many[str] | None = None
 
+    @property
+    def functions(self) -> list[tuple[Json, Any]]:
+        """The functions of the body and of its items `additional_tools`, with their namespaces.
+
+        Raises ApiError if an entry of `tools` is neither a function nor a namespace. An item
+        `additional_tools` lists all tools of the client: those of other kinds are left out.
+        """
+        tools = [*(self.tools or ())]
+        for number, tool in enumerate(tools):
+            if (kind := tool.get("type")) not in ("function", "namespace"):
+                only = "only functions are supported, the server has no"
+                raise ApiError(400, f"tools.{number}: {only} {kind!r:.60}", "tools")
+        for item in self.input if isinstance(self.input, list) else ():
+            if item.get("type") == "additional_tools":
+                tools += _list_objects(item.get("tools"))
+        return [*_list_functions(tools)]
+
     def conversation(self) -> list[tuple[str, Json]]:
         messages: list[tuple[str, Json]] = []
         if self.instructions:
@@ -86,7 +97,7 @@ class ResponsesBody(TranslatedBody):
         return self.make_chat_body(
             template,
             max_tokens=self.max_output_tokens,
-            tools=[_read_function(tool) for tool in _list_functions(_list_tools(self))] or None,
+            tools=[_read_function(tool) for tool, _ in self.functions] or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=form,
@@ -96,17 +107,7 @@ class ResponsesBody(TranslatedBody):
 @router.post("/v1/responses", responses=ANSWERS)
 async def respond(body: ResponsesBody, request: Request) -> Response:
     """Continue a conversation, by OpenAI's newer API."""
-    return answer(request, body, read_response)
-
-
-def read_response(
-    engine: Engine, settings: ServerOptions, body: ResponsesBody
-) -> "ResponsesAnswer":
-    """Create the answer for a body; ApiError names the wrong field."""
-    response = read_translated(ResponsesAnswer, engine, settings, body)
-    response.asked = body
-    response.namespaces = dict(_list_namespaced_functions(_list_tools(body)))
-    return response
+    return answer(request, body, partial(read_translated, ResponsesAnswer))
 
 
 def _add_item(messages: list[tuple[str, Json]], number: int, item: Json) -> None:
@@ -150,39 +151,15 @@ def _join_texts(parts: Any) -> str:
     return "".join(str(part.get("text") or "") for part in _list_objects(parts))
 
 
-def _list_tools(body: ResponsesBody) -> list[Json]:
-    """Return the tools of a body and of its items of type `additional_tools`.
-
-    Raises ApiError if an entry of `tools` is neither a function nor a namespace. Other kinds are
-    allowed in `additional_tools`, which lists all tools of the client, and are skipped later.
-    """
-    for number, tool in enumerate(body.tools or ()):
-        if (kind := tool.get("type")) not in ("function", "namespace"):
-            only = "only functions are supported, the server has no"
-            raise ApiError(400, f"tools.{number}: {only} {kind!r:.60}", "tools")
-    tools = [*(body.tools or ())]
-    for item in body.input if isinstance(body.input, list) else ():
-        if item.get("type") == "additional_tools":
-            tools += _list_objects(item.get("tools"))
-    return tools
-
-
-def _list_functions(tools: Iterable[Json]) -> Iterator[Json]:
-    """Yield the functions among the tools, including those in namespaces."""
+def _list_functions(tools: Iterable[Json], namespace: Any = None) -> Iterator[tuple[Json, Any]]:
+    """Yield the functions among the tools, each with its outermost namespace; None: it has none."""
     for tool in tools:
         match tool:
             case {"type": "function"}:
-                yield tool
+                yield tool, namespace
             case {"type": "namespace"}:
-                yield from _list_functions(_list_objects(tool.get("tools")))
-
-
-def _list_namespaced_functions(tools: Iterable[Json]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each function in a namespace, with the namespace's name."""
-    for tool in tools:
-        if tool.get("type") == "namespace":
-            for function in _list_functions([tool]):
-                yield str(function.get("name")), tool.get("name")
+                inner = _list_objects(tool.get("tools"))
+                yield from _list_functions(inner, namespace or tool.get("name"))
 
 
 def _list_objects(values: Any) -> list[Json]:
@@ -198,7 +175,6 @@ class ResponsesAnswer(BlockAnswer):
 
     kind = "resp"
     asked: ResponsesBody
-    namespaces: dict[str, Any]  # by function name
     _events = -1  # the number of the newest event
 
     def make_full_body(self) -> Json:
@@ -272,8 +248,9 @@ class ResponsesAnswer(BlockAnswer):
             case "content":
                 return head | {"type": "message", "role": "assistant", "content": parts}
         call = {"call_id": block.id, "name": block.name, "arguments": block.text}
-        if block.name in self.namespaces:
-            call["namespace"] = self.namespaces[block.name]
+        for function, namespace in self.asked.functions:
+            if namespace is not None and function.get("name") == block.name:
+                call["namespace"] = namespace
         return head | {"type": "function_call"} | call
 
     def _make_response(self, status: str, output: list[Json]) -> Json:

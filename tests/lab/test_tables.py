@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.cli.tables import print_fitting
+from mtpbuild.builder.cli.tables import print_engines, print_fitting, print_quantized
+from mtpbuild.builder.compiler.build import BuiltEngine
+from mtpbuild.builder.compiler.quantize import Portion, Quantized
 from mtpbuild.builder.plan.machine import Disk, Machine
 from mtpbuild.lab.bench.report import print_benchmark, print_benchmarks
 from mtpbuild.lab.eval.report import Evaluation, make_rows, print_evaluation
@@ -61,13 +63,26 @@ def print_listed() -> None:
     print_engine_list([engine])
 
 
+def print_built() -> None:
+    name = Path("engines/qwen3.5_4b_n3_int4")
+    formats = "trunk int4, head and MTP module as in the checkpoint, embedding bfloat16, and so on"
+    print_engines([BuiltEngine(name, fake_manifest(), unchanged=True, formats=formats)])
+
+
+def print_written() -> None:
+    portions = {"int4": Portion(1234, 123_456_789), "as in the checkpoint": Portion(9, 1000)}
+    print_quantized(Quantized(Path("a/folder"), portions, ["model.layers.0.norm.weight"], 12345))
+
+
 PRINTED: dict[str, Callable[[], None]] = {
     "bench": lambda: print_benchmark(made_by_hand()),
     "bench --concurrency 1,2": lambda: print_benchmarks([made_by_hand(), made_by_hand(2)]),
+    "build": print_built,
     "eval": print_evaluated,
     "list": print_listed,
     "plan": lambda: print_forecast(forecast(ForecastRequest("mimo-7b-rl", (0, 1, 2, 3)))),
     "plan --cpu": lambda: print_cpu_forecast(forecast_cpu(CPU, MACHINE)),
+    "quantize": print_written,
     "recipes --fits": print_fitted,
     "study": print_studied,
     "verify": print_verified,

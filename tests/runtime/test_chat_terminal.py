@@ -2,9 +2,7 @@
 
 import io
 import json
-import pty
 import stat
-import termios
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,7 @@ from prompt_toolkit.history import InMemoryHistory
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.cli import chat_terminal
-from mtpbuild.runtime.cli.chat_terminal import (
-    AnswerScreen,
-    make_session,
-    open_history,
-    without_echo,
-)
+from mtpbuild.runtime.cli.chat_terminal import AnswerScreen, make_session, open_history
 from mtpbuild.runtime.cli.terminal import DIM, GREEN, RESET
 from mtpbuild.runtime.text.detokenizer import Span
 from tests.support.fakes import EOS, backend_tokenizer, fake_engine, fake_tokenizer, scripted
@@ -44,8 +37,6 @@ def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hello", "hello"),
         (f"a{CTRL_J}b{ALT_ENTER}c", "a\nb\nc"),
         (pasted("def f():\r\n    return 1\r\n") + "why?", "def f():\n    return 1\nwhy?"),
-        (f"nonsense{CTRL_C}hello", "hello"),
-        (pasted("two\nlines") + f"{CTRL_C}hello", "hello"),
     ],
 )
 def test_what_is_typed_is_one_message(keys: str, text: str) -> None:
@@ -94,19 +85,6 @@ def test_ctrl_c_leaves_an_edited_question_in_its_place(
     turns = json.loads(saved.read_text(encoding="utf-8"))["messages"]
     assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["hi", "and?"]
     capsys.readouterr()
-
-
-def test_what_is_typed_meanwhile_is_not_shown() -> None:
-    """It waits for the next question."""
-    ours, theirs = pty.openpty()
-    with open(ours, "wb", buffering=0) as keys, open(theirs, encoding="utf-8") as terminal:
-        with without_echo(terminal):
-            assert not termios.tcgetattr(terminal)[3] & termios.ECHO
-            keys.write(b"next\n")
-        assert termios.tcgetattr(terminal)[3] & termios.ECHO
-        assert terminal.readline() == "next\n"
-    with without_echo(io.StringIO()):  # no terminal
-        pass
 
 
 def screen_of(*chunks: tuple[Span, ...], out: io.StringIO | None = None) -> str:

@@ -21,12 +21,7 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.sampling.params import SETTINGS, list_http_settings
 from tests.support.engines import write_engine, write_manifest
-from tests.support.fakes import (
-    FakePrograms,
-    continuation,
-    fake_engine,
-    fake_manifest,
-)
+from tests.support.fakes import FakePrograms, continuation, fake_engine, fake_manifest
 from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 from tests.support.run_command import CTRL_C, Terminal, call, type_in
@@ -196,6 +191,7 @@ def test_a_line_has_the_names_of_openai(engine_dir: Path, tmp_path: Path) -> Non
     assert seeds == [replace(flags, max_tokens=3, seed=seed) for seed in (-1, -1, 7, -1)]
 
 
+TEXT_PART = {"type": "text", "text": "t"}
 SHOW = "{{ [messages, tools, documents, add_generation_prompt, enable_thinking] | tojson }}"
 
 
@@ -206,12 +202,7 @@ def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Pat
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [call]},
-        {
-            "role": "tool",
-            "tool_call_id": "a",
-            "name": "f",
-            "content": [{"type": "text", "text": "t"}],
-        },
+        {"role": "tool", "tool_call_id": "a", "name": "f", "content": [TEXT_PART]},
     ]
     tools, documents = [{"type": "function", "function": {"name": "f"}}], [{"text": "t"}]
     asked = {"tools": tools, "documents": documents, "add_generation_prompt": False}
@@ -223,10 +214,8 @@ def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Pat
         assert engine.tokenizer is not None
         text = b"".join(map(engine.tokenizer.decode_token, request.token_ids)).decode()
     got = json.loads(text)
-    assert got[0] == [
-        messages[0] | {"content": "", "thinking": "r"},
-        messages[1] | {"content": "t"},
-    ]
+    shown = {"content": "", "thinking": "r"}, {"content": "t"}
+    assert got[0] == [message | more for message, more in zip(messages, shown, strict=True)]
     assert got[1:] == [tools, documents, False, False]
 
 
@@ -424,7 +413,7 @@ def test_accepted_drafts_stand_out(
     screen = Terminal()
     engine, _ = fake_engine()
     with contextlib.redirect_stdout(screen):
-        result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9), echo=True)
+        result = terminal.stream_answer(engine, "hello", SamplingParams(max_tokens=9))
     text = screen.getvalue()
     assert (terminal.GREEN in text) == colour
     plain = re.sub(r"\x1b\[\d+m", "", text)

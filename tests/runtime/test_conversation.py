@@ -82,10 +82,8 @@ def test_texts_without_a_chat_template_do_not_build_on_each_other() -> None:
 def test_the_system_message() -> None:
     talk = Talk(system="Be brief.")
     talk("a", "/system Be\nlong.", "b", "/system", "c")
-    assert [prompt.partition("\n[user]")[0] for prompt in talk.prompts[:2]] == [
-        "[system] Be brief.",
-        "[system] Be\nlong.",
-    ]
+    begun = [prompt.partition("\n[user]")[0] for prompt in talk.prompts[:2]]
+    assert begun == ["[system] Be brief.", "[system] Be\nlong."]
     assert "system" not in talk.prompts[2]
     picky = Talk(tokenizer=fake_tokenizer())  # its template refuses the role
     assert "no role system" in picky("/system s")
@@ -143,7 +141,6 @@ def test_regenerate_answers_the_last_question_again() -> None:
     assert talk.prompts[1] == talk.prompts[2]
     assert talk.now.turns.messages[:3] == before[:3]
     assert len(talk.now.turns.messages) == 4
-    assert "let an answer vary" in talk("/set temperature 0", "/regenerate")
 
 
 def test_edit_takes_the_last_question_back() -> None:
@@ -233,16 +230,10 @@ def test_a_conversation_that_ends_with_a_question(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "name"),
-    [
-        ('"A B.json"', "A B.json"),
-        ("'A B.json'", "A B.json"),
-        (r"A\ B.json", "A B.json"),
-        ("A B.json", "A B.json"),
-        ("Tom's notes", "Tom's notes"),
-        ('"Tom\'s notes"', "Tom's notes"),
-        ('"~/A B.json"', "home/A B.json"),
-    ],
-)
+    [('"A B.json"', "A B.json"), ("'A B.json'", "A B.json"), (r"A\ B.json", "A B.json"),
+     ("A B.json", "A B.json"), ("Tom's notes", "Tom's notes"), ('"Tom\'s notes"', "Tom's notes"),
+     ('"~/A B.json"', "home/A B.json")],
+)  # fmt: skip
 def test_names_of_files_may_have_quotes(
     typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

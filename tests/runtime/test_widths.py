@@ -14,10 +14,10 @@ from mtpbuild.builder.plan.machine import Disk, Machine
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.lab.forecast.fitting import find_fitting
 from mtpbuild.runtime.files import format_size
-from tests.support.invoke import options
 from tests.support.run_command import ScreenRunner
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = {**typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+COMMANDS |= {f"prefix {name}": command for name, command in COMMANDS["prefix"].commands.items()}
 WIDTHS = [80, 40, None]
 PANELS = {
     "run": "Arguments Prompt Sampling Drafts Output Engine Target Target Other Options",
@@ -41,8 +41,10 @@ def show(args: Sequence[object], width: int | None) -> str:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("command", [None, *COMMANDS])
 def test_help_is_whole(command: str | None, width: int | None) -> None:
-    shown = show([*([command] if command else []), "--help"], width)
-    flags = options(command) if command and command != "prefix" else ["--help"]
+    shown = show([*(command or "").split(), "--help"], width)
+    parameters = COMMANDS[command].params if command else []
+    names = [name for parameter in parameters for name in parameter.opts]
+    flags = ["--help", *(name for name in names if name.startswith("-"))]
     assert all(re.search(rf"(^|[ ,]){flag}([ ,\n]|$)", shown) for flag in flags)
     lines = shown.splitlines()
     wide = [line for line in lines if len(line) > (width or 10_000)]
@@ -51,7 +53,7 @@ def test_help_is_whole(command: str | None, width: int | None) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_in_a_pipe_has_a_line_for_each_flag(command: str) -> None:
-    shown = show([command, "--help"], None)
+    shown = show([*command.split(), "--help"], None)
     assert all((parameter.help or "") in shown for parameter in COMMANDS[command].params)
 
 

@@ -27,19 +27,10 @@ from tests.support.invoke import invoke, options
         ("--request-timeout nan", "request_timeout must be a number"),
         ("--served-model-name=", "served_model_name must be a text of 1"),
         ("--allow-origin a.example", "allow_origin must be a list such as"),
-        (
-            "--tool-call-parser x",
-            "tool_call_parser must be one of deepseek_v3, deepseek_v31, deepseek_v32",
-        ),
+        ("--tool-call-parser x", "tool_call_parser must be one of deepseek_v3, deepseek_v31, "),
         ("--api-key nowhere", "--api-key nowhere: can't be read"),
-        (
-            "--tensor-parallel-size 2",
-            "the configuration asks for tp 2, the engine was built with tp 1",
-        ),
-        (
-            "--config {engine}/nextn.yaml",
-            "the configuration asks for nextn 5, the engine was built",
-        ),
+        ("--tensor-parallel-size 2", "asks for tp 2, the engine was built with tp 1"),
+        ("--config {engine}/nextn.yaml", "asks for nextn 5, the engine was built"),
         ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
         ("--keep soon", "--keep soon is no time: give 90s, 10m, 1h, 0 or -1"),
         ("--engine {engine}", "two engines are called fake: give --engine NAME=FOLDER"),
@@ -72,10 +63,8 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
         (tmp_path / folder / "generation_config.json").write_text(f'{{"min_p": {kept}}}')
     given = [f"small={tmp_path}/a", f"large={tmp_path}/b"]
     engines = read_engines(given, None)
-    assert {name: folder.name for name, (folder, _) in engines.items()} == {
-        "small": "a",
-        "large": "b",
-    }
+    names = {name: folder.name for name, (folder, _) in engines.items()}
+    assert names == {"small": "a", "large": "b"}
     assert list(read_engines([f"{tmp_path}/a"], "x")) == ["x"]
     with pytest.raises(UsageError, match="is for one --engine FOLDER"):
         read_engines(given[:1], "x")

@@ -46,14 +46,10 @@ def plain(blocks: Any) -> list[Any]:
 
 def test_a_message_and_its_stream(client: "Anthropic") -> None:
     told = client.messages.create(**ASK, tools=[WEATHER], extra_body=GREEDY)
-    assert told.content[2].input == {"city": "Ulm"}
     with client.messages.stream(**ASK, tools=[WEATHER], extra_body=GREEDY) as stream:
         final = stream.get_final_message()
     assert plain(final.content) == plain(told.content)
     assert final.stop_reason == told.stop_reason
-    assert final.usage.output_tokens == told.usage.output_tokens
-    cached = final.usage.cache_read_input_tokens or 0
-    assert final.usage.input_tokens + cached == told.usage.input_tokens
     count = client.messages.count_tokens(model="fake", messages=HI)
     assert count.input_tokens == told.usage.input_tokens
 

@@ -46,7 +46,6 @@ def test_a_response_and_its_stream(client: Any) -> None:
         final: Any = stream.get_final_response()
     done = [e.item.id for e in seen if e.type == "response.output_item.done"]
     assert plain(final.output)[2] == plain(told.output)[2]
-    assert final.usage.output_tokens == told.usage.output_tokens
     assert done == [item.id for item in final.output]
 
 
@@ -76,17 +75,14 @@ def test_an_answer_that_is_cut(client: Any) -> None:
         ({"input": "x" * 9000}, "maximum context length", "input"),
         ({"input": []}, "input is empty", "input"),
         ({"input": [{"role": "user", "content": 5}]}, "input.0.content is", "input.0.content"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]},
-            "input.0.output is",
-            "input.0.output",
-        ),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]},
+         "input.0.output is", "input.0.output"),
         ({"text": {"format": {"type": "x"}}}, "text.format.type must", "text.format"),
         ({"tools": [{"type": "function", "name": 5}]}, "tools.0.name: ", "tools.0.name"),
         ({"n": 2}, "chat/completions has it", "n"),
         ({"top_logprobs": 2}, "chat/completions has it", "top_logprobs"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be(client: Any, more: Any, says: str, param: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as error:
         client.responses.create(**{**ASK, "extra_body": more})
@@ -104,22 +100,15 @@ def test_a_failure_in_a_stream() -> None:
 
 def test_what_a_conversation_becomes() -> None:
     form = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
+    thought = {"type": "reasoning_text", "text": "so"}
+    text = {"type": "output_text", "text": "I look."}
     body: Any = {
         "instructions": "be brief",
         "input": [
             {"role": "developer", "content": "in German"},
             {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
-            {
-                "type": "reasoning",
-                "id": "rs_1",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "so"}],
-            },
-            {
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "I look."}],
-            },
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]},
+            {"type": "message", "role": "assistant", "content": [text]},
             {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "a", "output": "20"},
         ],

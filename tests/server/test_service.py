@@ -91,6 +91,8 @@ def test_it_loads_serves_and_drains() -> None:
         # An engine that has none:
         ({"prompt": [5], "presence_penalty": 1}, "not supported by this eng", "presence_penalty"),
         ({"prompt": "\ud800"}, "not valid Unicode", "prompt"),
+        ({"prompt": [5], "structured_outputs": {}}, "", "structured_outputs"),
+        ({"prompt": [5], "response_format": {}}, "", "response_format"),
     ],
 )
 def test_what_a_client_gets_wrong(
@@ -443,17 +445,7 @@ def test_a_prompt_that_is_repeated(client: httpx2.Client) -> None:
         assert output == texts
 
 
-def test_a_chat_that_may_not_call_says_its_text() -> None:
-    text = 'I look.<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-    with (
-        served(**saying(text + "｜end｜", TOOL_TEMPLATE)) as (server, _),
-        server.client() as client,
-    ):
-        body = HELLO | {"stop": "｜end｜", "max_tokens": 100, "tools": TOOLS}
-        assert chat(client, body | {"tool_choice": "none"})["message"]["content"] == text
-
-
-def test_only_the_first_call_is_given() -> None:
+def test_how_many_calls_a_chat_may_make() -> None:
     calls = '<tool_call>{"name": "weather", "arguments": {"n": 1}}</tool_call>' * 2
     says = saying(f"{calls} so｜end｜", TOOL_TEMPLATE)
     with served(**says) as (server, _), server.client() as client:
@@ -463,6 +455,7 @@ def test_only_the_first_call_is_given() -> None:
             assert choice["finish_reason"] == "tool_calls"
             assert len(choice["message"]["tool_calls"]) == count
             assert choice["message"]["content"] == (None if parallel is False else " so")
+        assert chat(client, body | {"tool_choice": "none"})["message"]["content"] == f"{calls} so"
 
 
 def test_a_template_whose_calls_are_not_known_is_refused_by_name() -> None:
@@ -476,19 +469,25 @@ def test_metrics_have_vllms_names() -> None:
     with served() as (server, _), server.client() as client:
         for _ in range(2):
             client.post("/v1/completions", json=ASK | {"max_tokens": 9})
-        found = metrics(client)
-    assert found["generation_tokens_total"] == "18.0"
-    assert found["spec_decode_num_drafts_total"] == "4.0"
-    assert found["spec_decode_num_draft_tokens_total"] == "12.0"
-    assert found["spec_decode_num_accepted_tokens_total"] == "12.0"
-    at = 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake"'
-    assert [found[f'{at},position="{i}"}}'] for i in range(3)] == ["4.0"] * 3
-    assert found["time_to_first_token_seconds_count"] == "2.0"
-    assert found["inter_token_latency_seconds_count"] == "4.0"
-    ended = 'request_success_total{engine="0",finished_reason="length",model_name="fake"}'
-    assert found[ended] == "2.0"
+        client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 9})
+        found, text = metrics(client), client.get("/metrics").text
+    at = 'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake",position='
+    wanted = {
+        "generation_tokens_total": 36, "spec_decode_num_drafts_total": 8,
+        "spec_decode_num_draft_tokens_total": 24, "spec_decode_num_accepted_tokens_total": 24,
+        f'{at}"0"}}': 8, f'{at}"1"}}': 8, f'{at}"2"}}': 8, "time_to_first_token_seconds_count": 4,
+        "inter_token_latency_seconds_count": 8, "request_params_n_sum": 4,
+        "request_params_max_tokens_sum": 36,
+        'request_success_total{engine="0",finished_reason="length",model_name="fake"}': 4,
+        'cache_config_info{block_size="5000",engine="0",model_name="fake",num_gpu_blocks="2"}': 1,
+    }  # fmt: skip
+    assert {name: float(found[name]) for name in wanted} == wanted
     assert float(found["prefix_cache_hits_total"]) > 0
+    assert float(found["iteration_tokens_total_sum"]) > 36, "prompts' tokens are filled in too"
+    assert float(found["process_resident_memory_bytes"]) > 0
     assert not any("_created" in name for name in found)
+    helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP")]
+    assert not [name for _, _, name, about in helps if not about.endswith(".")]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.errors import StepError, UsageError
+from mtpbuild.runtime.errors import StepError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.server.on_demand import EngineMemory, OnDemandService
 from mtpbuild.runtime.server.options import ServerOptions, parse_keep
@@ -434,8 +434,3 @@ def test_nothing_waits_for_ever_and_no_counter_falls() -> None:
 )
 def test_how_long_an_engine_is_kept(given: str, seconds: float) -> None:
     assert parse_keep(given) == seconds
-
-
-def test_a_time_that_can_not_be() -> None:
-    with pytest.raises(UsageError, match="--keep soon: a time such as"):
-        parse_keep("soon")

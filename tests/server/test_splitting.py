@@ -44,10 +44,8 @@ ODD = (
 def test_calls(form: str) -> None:
     texts, calls = joined(fed(ToolCallParser(FORMS[form]), [TEXTS[form]]))
     assert texts["content"] == "I look."
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
-        ("weather", {"city": "Ulm"}),
-        ("time", {}),
-    ]
+    said = [(name, json.loads(arguments)) for name, arguments in calls]
+    assert said == [("weather", {"city": "Ulm"}), ("time", {})]
 
 
 @settings(max_examples=300, deadline=None)
@@ -114,12 +112,8 @@ class Pieces:
 def answer_spans(open_thought: bool, pieces: list[str | int]) -> list[tuple[Span, ...]]:
     """Return what each piece of an answer becomes: a number is a mark, a text any other token."""
     tokenizer = Pieces(["", "", *MARKS])
-    stream = TextStream(
-        tokenizer,  # type: ignore[arg-type]
-        (),
-        [*MARKS.values()],
-        thought=Thought((2, 3), open_thought),
-    )
+    thought = Thought((2, 3), open_thought)
+    stream = TextStream(tokenizer, (), [*MARKS.values()], thought=thought)  # type: ignore[arg-type]
     found = []
     for piece in pieces:
         if isinstance(piece, str):
