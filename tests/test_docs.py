@@ -115,7 +115,7 @@ def flags_of(command: str) -> set[str]:
 
 
 def check(command: str) -> None:
-    """Fails for a command that can't be meant: unknown flags, scripts, targets, files."""
+    """Fail for a command that can't be meant: unknown flags, scripts, targets, files."""
     words = shlex.split(OF_A_RULE.sub("", command))
     if "mtpbuild" in words:
         parse(shlex.join(words[words.index("mtpbuild") :]))

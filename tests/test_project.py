@@ -132,7 +132,7 @@ def walk(node: ast.AST, module_level: bool) -> Iterator[ast.AST]:
 
 
 def data_folders() -> set[Path]:
-    """Checkpoints and data sets: shipped as packages without code."""
+    """Return checkpoints and data sets: shipped as packages without code."""
     return {p for p in (ROOT / "recipes").iterdir() if p.is_dir() and p.name != "__pycache__"}
 
 

@@ -54,7 +54,7 @@ def tiny(kind: str, weights: str = "int4") -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of all shapes in int4, and of one in bf16."""
+    """Return checkpoints of all shapes in int4, and of one in bf16."""
     place, write = tmp_path_factory.mktemp("random"), benchmark("one.random_checkpoint")
     torch.set_num_threads(1)
     shapes = {kind: tiny(kind) for kind in ARCHITECTURES} | {"moe_fp32": tiny("moe", "fp32")}

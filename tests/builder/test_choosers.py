@@ -133,7 +133,7 @@ def choosers(model: CausalLM) -> list[SparseAttention]:
 
 
 def chooses(wrong: Callable[..., Tensor]) -> Bug:
-    """Lets every indexer choose otherwise: by wrong(its choice, operands)."""
+    """Let every indexer choose otherwise: by wrong(its choice, operands)."""
 
     def plant(model: CausalLM) -> None:
         for attention in choosers(model):

@@ -83,7 +83,7 @@ def said(engine: Engine, prompts: list[list[int]]) -> tuple[Said, list[int]]:
 
 
 def check_same(warm: Said, cold: Said) -> None:
-    """Tokens and drafts are equal; log-probabilities nearly, as the toy has stock operators."""
+    """Assert equal tokens and drafts, and near log-probabilities: the toy has stock operators."""
     assert [(ids, drafts) for ids, drafts, _ in warm] == [(i, d) for i, d, _ in cold], DIFFERS
     for (_, _, one), (_, _, other) in zip(warm, cold, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-3, err_msg=DIFFERS)

@@ -282,7 +282,7 @@ Advance = Callable[[Tensor, int], Tensor]  # n, T -> n
 
 
 def advanced(which: str, count: Advance) -> Callable[[pytest.MonkeyPatch], None]:
-    """Lets one of a layer's two states be advanced by another number of tokens."""
+    """Let one of a layer's two states be advanced by another number of tokens."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         advance = GatedDelta.advance
@@ -299,7 +299,7 @@ def advanced(which: str, count: Advance) -> Callable[[pytest.MonkeyPatch], None]
 def swapped_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Decays behind the write, where the rule decays in front of it."""
+    """Decay behind the write, where the rule decays in front of it."""
     error = v - (state * k[..., None]).sum(-2)
     state = state + k[..., None] * (beta[..., None] * error)[..., None, :]
     state = state * decay[..., None, None]
@@ -343,7 +343,7 @@ def test_wrong_states_are_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def plain_factor(find: Callable[[CausalLM], Any]) -> Callable[[CausalLM], None]:
-    """Forgets in one norm that its factor is 1 + w."""
+    """Forget in one norm that its factor is 1 + w."""
 
     def plant(model: CausalLM) -> None:
         norm = find(model)

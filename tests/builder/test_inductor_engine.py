@@ -167,7 +167,7 @@ def test_state_is_updated_in_place(programs: InductorPrograms, controls: StepCon
 
 
 def allocations(run: Callable[[], object]) -> list[int]:
-    """Bytes of each piece of memory that torch takes meanwhile."""
+    """Return bytes of each piece of memory that torch takes meanwhile."""
     activity = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
         run()

@@ -24,7 +24,7 @@ GIGACHAT = "gigachat3-10b-a1.8b"  # of 262,144 tokens; 27 layers of 576 values i
 
 
 def planned(memory: float, monkeypatch: pytest.MonkeyPatch, **flags: object) -> list[Plan]:
-    """Plans GigaChat3's engines for a machine of this memory."""
+    """Plan GigaChat3's engines for a machine of this memory."""
     monkeypatch.setattr("mtpbuild.builder.compiler.plans.measure_memory", lambda: int(memory))
     recipe = find_recipe(GIGACHAT)
     assert recipe is not None

@@ -92,7 +92,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peak(checkpoint: Path, out: Path, *how: object) -> tuple[int, int]:
-    """Bytes that writing an engine takes at once, and bytes of its weights."""
+    """Return bytes that writing an engine takes at once, and bytes of its weights."""
     run = [sys.executable, "-c", WRITE, str(checkpoint), str(out), *map(str, how)]
     env = os.environ | AT_ONCE
     done = subprocess.run(run, capture_output=True, text=True, check=True, env=env)

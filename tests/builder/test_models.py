@@ -97,7 +97,7 @@ def load_config_of(name: str) -> ModelConfig:
 
 
 def attention(c: dict[str, Any]) -> int:
-    """Parameters of one layer's attention, with its norms and biases."""
+    """Return parameters of one layer's attention, with its norms and biases."""
     E, H = c["hidden_size"], c["num_attention_heads"]
     if "kv_lora_rank" in c:
         r, n, R, v = (

@@ -36,7 +36,7 @@ HIDDEN = 32
 
 
 def traced(program: int, max_batch: int, chunk: int = 8) -> TracedProgram:
-    """Traces prefill (0) or decode (1) of a rank of two with a layer, nextn 1."""
+    """Trace prefill (0) or decode (1) of a rank of two with a layer, nextn 1."""
     model = make_model(num_hidden_layers=1, num_nextn_predict_layers=1, vocab_size=64)
     ranks, style = Ranks(2), ONE_SHOT.style
     assert model.config.hidden_size == HIDDEN

@@ -63,7 +63,7 @@ def config() -> DeepseekV3Config:
 
 
 def by_class(f: Forecast) -> dict[str, float]:
-    """Gigabytes of the main model's classes, and of all modules."""
+    """Return gigabytes of the main model's classes, and of all modules."""
     found = {one.name: one.bytes / 1e9 for one in f.model.classes if not one.module}
     return found | {"MTP": sum(one.bytes for one in f.model.classes if one.module) / 1e9}
 

@@ -230,7 +230,7 @@ def sanitized(place: Path) -> Command:
 
 @pytest.fixture(scope="module")
 def chained(place: Path) -> list[Case]:
-    """Chains of a small engine."""
+    """Return chains of a small engine."""
     model, out = str(save(place / "model", "few")), place / "engine"
     request = BuildRequest(model, max_seq_len=160, scheme=build_scheme("int4"), nextn=(1,), out=out)
     with pytest.MonkeyPatch.context() as patch:

@@ -235,7 +235,7 @@ def test_they_reach_the_result(call: str, number: str, monkeypatch: pytest.Monke
 
 
 def reaching(op: Op, number: str, at: Index) -> set[str]:
-    """Operands of which such a number must be seen: not what the operator does not read."""
+    """Return operands of which such a number must be seen: not what the operator does not read."""
     names = set(op.given)
     if op.name == "Experts":
         names -= {"b", "bs", "d", "ds"} if at[0] not in op.given["i"] else set()

@@ -34,7 +34,7 @@ LIMIT = 135.0  # 99.99 % of chi-square with 80 degrees of freedom; here there ar
 
 
 def words_of(allowed: Tensor) -> Tensor:
-    """Masks [.., words] of what is allowed [.., V], by numpy's own idea of bits."""
+    """Return masks [.., words] of what is allowed [.., V], by numpy's own idea of bits."""
     padding = -allowed.shape[-1] % WORD
     bits = np.pad(allowed.numpy(), [(0, 0)] * (allowed.ndim - 1) + [(0, padding)])
     packed = np.packbits(bits, axis=-1, bitorder="little")

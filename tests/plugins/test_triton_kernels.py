@@ -111,7 +111,7 @@ def test_the_table_of_modes(drafts: int) -> None:
 
 
 def join(values: tuple[Any, ...]) -> Any:
-    """Operands of single slots as one batch, mappings name by name."""
+    """Return operands of single slots as one batch, mappings name by name."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(values)
     return {name: torch.cat([value[name] for value in values]) for name in values[0]}

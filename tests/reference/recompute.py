@@ -11,13 +11,13 @@ from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek, PlainLa
 
 @torch.no_grad()
 def next_logits(model: PlainLM, tokens: list[int]) -> Tensor:
-    """Logits [V] of the token after `tokens`."""
+    """Return logits [V] of the token after `tokens`."""
     return model.logits(model.main(torch.tensor([tokens])))[0, -1]
 
 
 @torch.no_grad()
 def row_logits(model: PlainLM, tokens: list[int]) -> Tensor:
-    """Logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
+    """Return logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
     return model.logits(model.main(torch.tensor([tokens])))[0]
 
 

@@ -28,7 +28,7 @@ NASTY = "</script><script>alert(1)</script><!-- é漢🚀\n\tx  y"
 
 
 def nasty_engine() -> tuple[Engine, list[int]]:
-    """Says NASTY, then the end of sequence; the drafts after it are wrong."""
+    """Say NASTY, then the end of sequence; the drafts after it are wrong."""
     output = [*fake_tokenizer().encode(NASTY, add_special_tokens=False), EOS]
     engine, _ = fake_engine(
         next_token=scripted(1, output), draft_is_right=lambda position: position % 5 != 0

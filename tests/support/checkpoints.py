@@ -68,13 +68,13 @@ def make_model(seed: int = 0, **overrides: Any) -> PlainDeepseek:
 
 
 def without_nulls(config: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the keys whose value is None, but for `q_lora_rank`, where None has a meaning."""
+    """Leave out the keys whose value is None, but for `q_lora_rank`, where None has a meaning."""
     return {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
 
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Draws random weights that spread the logits, so that near-ties are rare."""
+    """Draw random weights that spread the logits, so that near-ties are rare."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(std=0.35)
@@ -171,7 +171,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 
 
 def shard(folder: Path, count: int = 3) -> None:
-    """Rewrites model.safetensors as shards and an index."""
+    """Rewrite model.safetensors as shards and an index."""
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     names = sorted(tensors)

@@ -20,7 +20,7 @@ def operands(
     sizes: tuple[int, int, int] = (4, 16, 2),
     garbage: float = GARBAGE,
 ) -> dict[str, Tensor]:
-    """Draws operands of `choose_rows`, whose rows are wider than a key by 3.
+    """Draw operands of `choose_rows`, whose rows are wider than a key by 3.
 
     sizes: heads, values of each, and pairs of them that rotate.
 
@@ -49,7 +49,7 @@ def operands(
 
 
 def choose_plainly(given: dict[str, Any], count: int, interleaved: bool) -> Tensor:
-    """Scores only the rows that a token may see; of equal scores the lowest position wins."""
+    """Score only the rows that a token may see; of equal scores the lowest position wins."""
     q, weights = given["q"], given["weights"]
     B, T, heads = weights.shape
     found = torch.full((B, T, count), -1)

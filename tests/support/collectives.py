@@ -110,7 +110,7 @@ class GlooPeers(nccl.Peers):
         HERE.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
 
     def share(self, size: int) -> tuple[Tensor, list[int]]:
-        """Shares the host's memory, by files that are open on all ranks and then gone."""
+        """Share the host's memory, by files that are open on all ranks and then gone."""
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder, src=0, group=self.group)
         files = [Path(folder[0]) / f"{rank}" for rank in range(self.group.size())]

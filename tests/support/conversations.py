@@ -35,7 +35,7 @@ class Turn(NamedTuple):
 
 
 def check_same(warm: Result, cold: Result, params: SamplingParams) -> None:
-    """Tokens, drafts and log-probabilities are equal, to the bit.
+    """Assert that tokens, drafts and log-probabilities are equal to the bit.
 
     Behind tokens that a grammar forced, the modules of MTP vanilla have seen others.
     """

@@ -60,7 +60,7 @@ class Compiled:
 
     @property
     def calls(self) -> int:
-        """Counts the launches of a call of the program, without collectives."""
+        """Count the launches of a call of the program, without collectives."""
         calls = Counter(self.kernels) + Counter(self.operators)
         return sum(n for name, n in calls.items() if not name.startswith("_c10d_functional"))
 

@@ -15,7 +15,7 @@ JSON_VALUES = st.recursive(
 
 
 def damage(folder: Path, data: st.DataObject) -> None:
-    """Damages one thing in an engine directory, whose files may be hard links to another's."""
+    """Damage one thing in an engine directory, whose files may be hard links to another's."""
     path = data.draw(st.sampled_from(sorted(folder.iterdir())))
     kind = data.draw(st.sampled_from(["flip", "cut", "append", "delete", "folder", "add", "edit"]))
     if kind in ("flip", "cut", "append") and path.is_file():

@@ -109,7 +109,7 @@ def load(
     channel: Channel | None = None,
     **options: bool,
 ) -> Programs:
-    """Stands in for target inductor's `load`."""
+    """Stand in for target inductor's `load`."""
     from mtpbuild.runtime.programs.inductor import load as load_inductor
 
     machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}

@@ -45,7 +45,7 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def said(engine: Path, count: int, at_once: bool, threads: int = 1) -> Said:
-    """Tokens and log-probabilities of each request."""
+    """Return tokens and log-probabilities of each request."""
     prompts, params = requests(count)
     with Engine.load(engine, threads=threads, prefix_cache=False) as loaded:
         if at_once:

@@ -161,7 +161,7 @@ class FakeCuda:
 
 
 def _allocate(memory: dict[int, np.ndarray[Any, Any]], size: int, fill: int) -> int:
-    """Allocates at a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
+    """Allocate at a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
     array = np.full(size + 256, fill, np.uint8)
     address = -(-array.ctypes.data // 256) * 256
     memory[address] = array

@@ -127,7 +127,7 @@ class FakeGpu:
 
 @contextlib.contextmanager
 def torch_finds(gpus: int) -> Iterator[None]:
-    """Lets torch report so many GPUs."""
+    """Let torch report so many GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         patch.setattr(torch.cuda, "device_count", lambda: gpus)

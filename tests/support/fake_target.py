@@ -34,7 +34,7 @@ def no_trace(program: Program, plan: Plan) -> TracedProgram:
 
 
 def two_bytes(traced: TracedProgram, weights: Any, folder: Path) -> str:
-    """Stands in for a target's compiler: the program is a file of two bytes."""
+    """Stand in for a target's compiler: the program is a file of two bytes."""
     (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
     return f"{traced.name}.onnx"
 

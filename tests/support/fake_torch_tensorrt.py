@@ -195,7 +195,7 @@ def freeze(ctx: Any, value: Any, name: str, *others: Any) -> Any:
 
 
 def fuse(module: GraphModule, settings: Any) -> GraphModule:
-    """Fuses an all-reduce and its wait into one call, as Torch-TensorRT's lowering does."""
+    """Fuse an all-reduce and its wait into one call, as Torch-TensorRT's lowering does."""
     fused = torch.ops.tensorrt.fused_nccl_all_reduce.default
     ops = torch.ops._c10d_functional
     for node in list(module.graph.nodes):
@@ -263,7 +263,7 @@ def modules(trt: FakeTensorRt) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def installed(trt: FakeTensorRt) -> Iterator[None]:
-    """Lets this process build and run with the fakes."""
+    """Let this process build and run with the fakes."""
     from mtpbuild.builder.targets.tensorrt import lowering
 
     caches = lowering.torch_tensorrt, lowering._make_interpreter_class

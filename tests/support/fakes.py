@@ -86,7 +86,7 @@ def fake_manifest(
 
 
 def mixed(history: Sequence[int]) -> int:
-    """Chooses a next token that depends on every token and its place; never a special one."""
+    """Choose a next token that depends on every token and its place; never a special one."""
     return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 250
 
 
@@ -243,7 +243,7 @@ class FakePrograms:
         return StepOutput(*judged, -draft_ranks.astype(np.float32), draft_ranks, q)
 
     def _accept(self, b: int) -> list[tuple[int, float, float]]:
-        """Judges and makes a slot's drafts; returns tokens, log-probabilities and margins."""
+        """Judge and make a slot's drafts; return tokens, log-probabilities and margins."""
         history, emitted = self.history[b], []
         for draft in [*self.drafts[b], None]:
             emitted.append((self.next_token(history), 0.0, 0.0))
@@ -298,7 +298,7 @@ class LaggingPrograms(FakePrograms):
 
 
 def backend_tokenizer() -> tokenizers.Tokenizer:
-    """Trains a byte-level BPE like DeepSeek's on a few words; it adds the BOS."""
+    """Train a byte-level BPE like DeepSeek's on a few words; it adds the BOS."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -153,7 +153,7 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainCausalLM:
 
 @torch.no_grad()
 def spread(model: PlainCausalLM) -> None:
-    """Draws such weights."""
+    """Draw such weights."""
     c = model.config
     randomise(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

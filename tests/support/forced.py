@@ -114,7 +114,7 @@ class Run:
                 cache[:, :, length:] = GARBAGE
 
     def _adapt(self) -> int:
-        """Chooses how many drafts the next step judges and makes."""
+        """Choose how many drafts the next step judges and makes."""
         if not self.adaptive:
             return self.nextn
         made = int(self.rng.integers(0, self.nextn + 1))

@@ -61,7 +61,7 @@ def compiled_with(option: str, value: str) -> Iterator[None]:
 
 
 def compiled_soon() -> contextlib.AbstractContextManager[None]:
-    """Compiles the code that calls the kernels without optimisation, in half the time."""
+    """Compile the code that calls the kernels without optimisation, in half the time."""
     return compiled_with("aot_inductor.compile_wrapper_opt_level", "O0")
 
 

@@ -29,7 +29,7 @@ def refusal(*args: object, code: int = 2) -> str:
 
 
 def without_stages(errors: str) -> str:
-    """Leaves out the lines of `StageLines`."""
+    """Leave out the lines of `StageLines`."""
     return re.sub(r"^\[\d+ s\] .*\n", "", errors, flags=re.MULTILINE)
 
 

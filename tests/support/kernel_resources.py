@@ -64,7 +64,7 @@ HEADER = (
 
 
 def resources(case: str, launch: Launch, architecture: int) -> Resources:
-    """Compiles a launch and reads its needs from the cubin."""
+    """Compile a launch and read its needs from the cubin."""
     built = compile_specialised(launch, architecture)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"

@@ -183,7 +183,7 @@ class Mixed:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """Returns the op's operands in their order."""
+        """Return the op's operands in their order."""
         *slots, asked = vars(self).values()
         return *slots, list_controls(asked)
 
@@ -194,7 +194,7 @@ def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
 
 
 def asked_of_penalties(slots: int, controls: StepControls) -> dict[str, Tensor]:
-    """Repeats a request's penalties and biases for each slot, without room for more biases."""
+    """Repeat a request's penalties and biases for each slot, without room for more biases."""
     asked = _asked(slots, controls, [control for control in CONTROLS if not control.core])
     room = max(len(controls.bias_ids), 1)
     return asked | {name: asked[name][:, :room] for name in ("bias_ids", "bias_values")}
@@ -210,7 +210,7 @@ def _asked(
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
-    """Draws a mode and filters for every slot; drafts are often good."""
+    """Draw a mode and filters for every slot; drafts are often good."""
     g = torch.Generator().manual_seed(seed)
     B, T, V = slots, drafts + 1, vocab
 
@@ -456,7 +456,7 @@ Scaled = tuple[Tensor, Tensor, Tensor | None]
 def random_scaled(
     g: torch.Generator, form: str, *shape: int, by_input: bool = False, size: float = 1.0
 ) -> Scaled:
-    """Draws a weight in which every code occurs and values are about as large as `size`."""
+    """Draw a weight in which every code occurs and values are about as large as `size`."""
     *stack, K, N = shape
 
     def codes(rows: int, low: int, high: int) -> Tensor:

@@ -58,7 +58,7 @@ class LoopbackHub:
 
     @property
     def files(self) -> set[str]:
-        """Returns the names of all files whose contents were sent."""
+        """Return the names of all files whose contents were sent."""
         return {one.file for one in self.sent}
 
     def bytes_of(self, file: str) -> list[tuple[int, int]]:
@@ -84,7 +84,7 @@ def serving() -> Iterator[LoopbackHub]:
 
 
 def connect(patch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
-    """Lets this process download from the hub, into a cache of its own."""
+    """Let this process download from the hub, into a cache of its own."""
     from huggingface_hub import constants
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):

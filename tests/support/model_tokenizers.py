@@ -40,7 +40,7 @@ def train(
     normalizer: normalizers.Normalizer | None = None,
     post_processor: processors.PostProcessor | None = None,
 ) -> tokenizers.Tokenizer:
-    """Trains a byte-level BPE; special tokens `first` are in the vocabulary, `added` follow it."""
+    """Train a byte-level BPE; special tokens `first` are in the vocabulary, `added` follow it."""
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -76,7 +76,7 @@ def template(name: str) -> str:
 
 
 def glm() -> Files:
-    """Has no BOS: the template, which is a file of its own, writes [gMASK]<sop>."""
+    """Write one without BOS: the template, a file of its own, writes [gMASK]<sop>."""
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "observation")]
     added = special("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", "<eop>", *roles)
     added += plain("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")
@@ -95,7 +95,7 @@ def glm() -> Files:
 
 
 def gigachat() -> Files:
-    """Has separators with newlines, an older special_tokens_map.json, a BOS by post-processing."""
+    """Write one with newline separators, an old special_tokens_map.json, a post-processed BOS."""
     first = ["<unk>", "<s>", "</s>"]
     added = special("<|role_sep|>\n", "<|message_sep|>\n\n", "<|function_call|>")
     bos = processors.TemplateProcessing(
@@ -120,7 +120,7 @@ def qwen3_5() -> Files:
 
 
 def qwen(*more: str) -> Files:
-    """Normalises to NFC, has its template in tokenizer_config.json, and has no BOS."""
+    """Write one that normalises to NFC, without BOS, its template in tokenizer_config.json."""
     added = special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>")
     added += plain("<tool_call>", "</tool_call>", "<think>", "</think>", *more)
     backend = train(
@@ -141,7 +141,7 @@ def qwen(*more: str) -> Files:
 
 
 def deepseek() -> Files:
-    """Has several splits in a row, and tokens with characters that stand for no byte."""
+    """Write one with several splits in a row, and tokens with characters that are no byte."""
     names = [f"tool▁{part}" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end")]
     names += [f"tool▁{part}" for part in ("outputs▁begin", "outputs▁end", "output▁begin")]
     marks = [f"<｜{name}｜>" for name in (*names, "tool▁output▁end", "tool▁sep")]

@@ -122,7 +122,7 @@ def run(ranks: int, calls: int, mistake: str | None = None, begin: int = 0) -> l
 
 
 def freed(begin: int = 0) -> bool:
-    """Tells whether a rank waits for one that is gone, and ends when it is released."""
+    """Tell whether a rank waits for one that is gone, and end when it is released."""
     memory = Memory.of(2, begin)
     peers = memory.seen_by(0)
     if not (child := os.fork()):

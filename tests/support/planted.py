@@ -9,7 +9,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def wrap(patch: pytest.MonkeyPatch, owner: object, name: str, wrong: Callable[..., Any]) -> None:
-    """Lets calls of `owner.name` go to `wrong(real, *arguments)`."""
+    """Let calls of `owner.name` go to `wrong(real, *arguments)`."""
     real = getattr(owner, name)
     patch.setattr(owner, name, lambda *given, **options: wrong(real, *given, **options))
 

@@ -38,7 +38,7 @@ def captures_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
-    """Plants a rank that chooses only by its own slots."""
+    """Plant a rank that chooses only by its own slots."""
     real: Callable[..., tuple[str, int]] = CudaPrograms._choose
 
     def choose(self: CudaRankPrograms, *slots: Any) -> tuple[str, int]:
@@ -49,7 +49,7 @@ def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_prompts_behind_steps(patch: pytest.MonkeyPatch) -> None:
-    """Queues chunks of prompts after a step."""
+    """Queue chunks of prompts after a step."""
     prefill: Callable[..., None] = CudaRankPrograms.prefill
     launch: Callable[..., Any] = CudaRankPrograms.launch
     waiting = list[Callable[[], None]]()
@@ -68,7 +68,7 @@ def runs_prompts_behind_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_no_rows(patch: pytest.MonkeyPatch) -> None:
-    """Begins a prompt behind whatever the slot holds."""
+    """Begin a prompt behind whatever the slot holds."""
     patch.setattr(HostSlots, "load_rows", lambda self, slot, pieces: None)
 
 

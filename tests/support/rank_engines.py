@@ -74,7 +74,7 @@ def check_death(
 
 
 def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:
-    """Signals a follower in the middle of a request; returns how long the engine lives on."""
+    """Signal a follower in the middle of a request; return how long the engine lives on."""
     times = list[float]()
 
     def generate(loaded: Engine) -> None:

@@ -36,5 +36,5 @@ def programs_by(make: Callable[[Manifest], Programs]) -> Iterator[None]:
 
 
 def load(folder: Path, manifest: Manifest, threads: int | None, **options: Any) -> Programs:
-    """Stands in for the target's `load`."""
+    """Stand in for the target's `load`."""
     return _makers[-1](manifest)

@@ -7,7 +7,7 @@ from mtpbuild.plugins.ptx import compile_kernel, signature_of
 
 
 def compile_specialised(launch: Launch, architecture: int) -> Any:
-    """Compiles for sizes that are 1 or divisible by 16, and with the GPU's own instructions."""
+    """Compile for sizes that are 1 or divisible by 16, and with the GPU's own instructions."""
     from mtpbuild.plugins.codes import assembly_for
 
     signature, constants = signature_of(launch)

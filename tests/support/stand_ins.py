@@ -10,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def importing(modules: Mapping[str, object]) -> Iterator[None]:
-    """Lets imports find these modules, whatever is installed; None is a missing module."""
+    """Let imports find these modules, whatever is installed; None is a missing module."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
@@ -19,7 +19,7 @@ def importing(modules: Mapping[str, object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing(owner: object, name: str, error: BaseException) -> Iterator[None]:
-    """Lets every call of a function, through this module or object, raise the error."""
+    """Let every call of a function, through this module or object, raise the error."""
 
     def fail(*args: Any, **options: Any) -> Any:
         raise error

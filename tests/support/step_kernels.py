@@ -118,7 +118,7 @@ def check_latents(case: Latents, device: str) -> None:
 
 
 def in_parts(g: torch.Generator, x: Tensor) -> Tensor:
-    """Draws fp32 parts [splits, ..], one or several, of a product of x's shape."""
+    """Draw fp32 parts [splits, ..], one or several, of a product of x's shape."""
     splits = 1 + x.numel() % 4
     return torch.randn(splits, *x.shape, generator=g) / splits
 

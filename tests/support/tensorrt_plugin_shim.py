@@ -47,7 +47,7 @@ class Numbers:
 
 
 def install(trt: Any) -> list[dict[str, Any]]:
-    """Installs `tensorrt.plugin`; returns a list, to which it appends each network's plugins.
+    """Install `tensorrt.plugin`; return a list, to which it appends each network's plugins.
 
     Call it before the package is first imported.
     """

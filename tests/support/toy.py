@@ -62,7 +62,7 @@ class Toy(FakePrograms):
         return emitted
 
     def judged(self, b: int) -> list[tuple[int, float, float]]:
-        """Judges a slot's drafts; returns emitted tokens with log-probabilities and margins."""
+        """Judge a slot's drafts; return emitted tokens with log-probabilities and margins."""
         emitted = []
         drafts = zip(self.drafts[b], self.laws[b], strict=True)
         for draft in [*drafts, None]:

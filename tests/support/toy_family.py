@@ -62,7 +62,7 @@ class ToyAttention(Attention):
         return self.turned(q, rows), torch.cat([self.turned(k, rows), v], dim=-1)[:, None]
 
     def turned(self, x: Tensor, rows: Positions) -> Tensor:
-        """Rotates the halves of every head of x [B, T, heads * width]."""
+        """Rotate the halves of every head of x [B, T, heads * width]."""
         cos, sin = rows.cos[:, :, None], rows.sin[:, :, None]
         a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)

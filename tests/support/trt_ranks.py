@@ -39,7 +39,7 @@ visible_gpus = tensorrt.visible_gpus
 def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
-    """Stands in for target tensorrt's `load`."""
+    """Stand in for target tensorrt's `load`."""
     trt = sys.modules["tensorrt"]
     assert isinstance(trt, FakeTensorRt)
     return tensorrt.load(folder, manifest, threads, channel, nccl=lambda: trt.nccl)
@@ -47,7 +47,7 @@ def load(
 
 @contextlib.contextmanager
 def machine() -> Iterator[FakeTensorRt]:
-    """Lets this process build and load engines on fakes."""
+    """Let this process build and load engines on fakes."""
     trt = fake()
     with installed(trt), registered("tensorrt", programs=__name__):
         yield trt

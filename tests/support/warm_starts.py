@@ -82,7 +82,7 @@ class Noted:
 
 
 def check_same(steps: Steps, wanted: Steps, where: str) -> None:
-    """Tokens and drafts are equal, margins nearly: a row that is a little wrong shows there."""
+    """Assert that tokens and drafts are equal, margins nearly: a row a little wrong shows there."""
     assert len(steps) == len(wanted), f"{WARM}: {where}, {len(steps)} steps, not {len(wanted)}"
     for (window, emitted, margins), other in zip(steps, wanted, strict=True):
         assert (window, emitted) == other[:2], f"{WARM}: {where}"

@@ -22,7 +22,7 @@ Edit = Callable[[str], str]
 def run_launch(
     launch: Launch, architecture: int, edit: Edit | None = None, traffic: Traffic | None = None
 ) -> None:
-    """Compiles a launch as Triton's JIT would for that GPU, and runs it.
+    """Compile a launch as Triton's JIT would for that GPU, and run it.
 
     edit: changes the PTX before it runs. traffic: counts accesses to shared memory. Raises PtxError
     where a GPU would fail or behave at random.
