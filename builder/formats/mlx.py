@@ -37,7 +37,9 @@ class MlxIntegers(ReadFormat):
         kept = self.engine_format
         if not isinstance(kept, Integers):
             return parts
-        return kept.shift(self._unpack_codes(parts[""]), parts[SCALES], parts[BIASES])
+        codes, times = self._unpack_codes(parts[""]), self.block // BLOCK
+        halves = (parts[suffix].repeat_interleave(times, dim=1) for suffix in (SCALES, BIASES))
+        return kept.shift(codes, *halves)
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % self.block == 0 and shape[1] * self.bits % WORD == 0

@@ -104,7 +104,7 @@ class QuantisedView:
                 start += len(rows)
                 continue
             refuse_too_large(format, name, rows)
-            sums = sums + (sums if rows.is_meta else format.sum_coarse(rows))
+            sums = sums + format.sum_coarse(rows)
             yield rows, format.encode(rows, amax)
         refuse_too_small(format, name, sums)
 

@@ -22,7 +22,6 @@ from mtpbuild.builder.formats.integers import (
     INT4,
     INT8,
     SHIFTED,
-    WIDE,
     Integers,
     count_coarse_blocks,
 )
@@ -128,36 +127,6 @@ def test_int8_bytes() -> None:
     parts = encode(INT8, weight)
     assert parts["_scale"].tolist() == [[pytest.approx(0.02, rel=2.0**-11)]]
     assert parts[""][0, 0, :4].tolist() == [0, 129, 228, 128]
-
-
-@pytest.mark.parametrize(("bits", "width"), [(4, 16), (8, 32)])
-def test_older_integers(bits: int, width: int) -> None:
-    """Our checkpoints once had scales in fp32: they are read as what they are."""
-    stored = {"w": Entry("U8", (3, 2, width)), "w_scale": Entry("F32", (3, 2))}
-    format = find_stored_format("w", stored)
-    assert format is WIDE[bits]
-    assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
-    stored["w_scale"] = Entry("F16", (3, 2))
-    assert find_stored_format("w", stored) is format.engine_format is (INT4 if bits == 4 else INT8)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_older_integers_in_an_engine(bits: int) -> None:
-    """Scales that fp16 has are cast, and values stay; else the weight is quantised anew."""
-    torch.manual_seed(bits)
-    older, kept = WIDE[bits], WIDE[bits].engine_format
-    weight = torch.randn(3, 64)
-    exact = kept.encode(weight)
-    as_older = exact | {"_scale": exact["_scale"].float()}
-    found = older.to_engine_format("w", as_older)
-    assert found["_scale"].dtype == torch.float16
-    assert all(torch.equal(found[suffix], exact[suffix]) for suffix in kept.suffixes)
-    fine = older.encode(weight)
-    anew, wanted = older.to_engine_format("w", fine), kept.encode(older.decode(fine))
-    assert all(torch.equal(anew[suffix], wanted[suffix]) for suffix in kept.suffixes)
-    torch.testing.assert_close(kept.decode(anew), older.decode(fine), rtol=2.0**-10, atol=1e-6)
-    with pytest.raises(CheckpointError, match=f"w holds .*, but int{bits} ends at"):
-        older.to_engine_format("w", fine | {"_scale": fine["_scale"] * 1e9})
 
 
 def test_scales_that_are_subnormal() -> None:
