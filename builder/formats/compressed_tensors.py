@@ -27,8 +27,6 @@ READ = {
     "dense", "mixed-precision", "pack-quantized", "int-quantized", "float-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
 }  # fmt: skip
-PRESET = re.compile(r"W([2-8])A(?:4|8|16|FP8)(_ASYM)?", re.IGNORECASE)  # of packed integers
-PRESET_GROUP = 128
 WORD = 32  # bits
 ORDERS = ("group", True)  # values of actorder with which columns don't lie group by group
 
@@ -58,7 +56,7 @@ class Group:
 def list_weight_groups(settings: Settings) -> Iterator[Group]:
     """Yield the groups of a checkpoint's settings, the specific ones first."""
     groups = settings.get("config_groups")
-    parsed = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
+    parsed = map(_parse, groups.values() if isinstance(groups, Mapping) else ())
     yield from (group for group in parsed if group is not None)
 
 
@@ -69,11 +67,7 @@ def find_hinted_group(settings: Settings, name: str) -> Group | None:
     return next((group for group in groups if group.names(module)), first)
 
 
-def _parse(preset: str, group: Any) -> Group | None:
-    if isinstance(group, list):
-        targets = tuple(map(str, group))
-        match = PRESET.fullmatch(preset)
-        return match and Group(targets, int(match[1]), PRESET_GROUP, symmetric=not match[2])
+def _parse(group: Any) -> Group | None:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return None

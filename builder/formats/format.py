@@ -21,17 +21,10 @@ SIZES = {  # bytes per element
     **{"U32": 4, "I32": 4, "I64": 8},
 }
 NAMES = {  # torch dtype -> its name in safetensors
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint32": "U32",
-    "int32": "I32",
-    "int64": "I64",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-}
+    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "int8": "I8",
+    "uint32": "U32", "int32": "I32", "int64": "I64",
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32",
+}  # fmt: skip
 DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 TYPES = {name: dtype for dtype, name in NAMES.items()}
 

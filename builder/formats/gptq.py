@@ -1,7 +1,7 @@
 """Integers of GPTQ, and of AutoAWQ in its layout `gemm`, also as auto-round stores them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from math import ceil
@@ -195,7 +195,7 @@ def infer_format(
         width = WORD * zeros.shape[1] / scales.shape[1]
         bits = int(width) if width in WIDTHS else bits
         inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
-        said = (group, *map(find_group_size, (settings, *overrides(settings))))
+        said = (group, *map(find_group_size, (settings, *list_rules(settings).values())))
         group = next((g for g in said if count_groups(inputs, g) == scales.shape[0]), group)
     indexed = f"{name}{INDEX}" in entries
     return make_format(
@@ -220,17 +220,9 @@ def find_group_size(settings: Mapping[str, Any]) -> int:
     return group if isinstance(group, int) and group > 0 else -1
 
 
-def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
-    for key in ("dynamic", "extra_config"):
-        yield from read_settings_by_module(settings, key).values()
-
-
-def read_settings_by_module(
-    settings: Mapping[str, Any], key: str
-) -> Mapping[str, Mapping[str, Any]]:
-    """Return the settings by module under a key, without those that are no objects."""
-    rules = settings.get(key)
+def list_rules(settings: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings of some modules alone, of GPTQModel or auto-round, by name or pattern."""
+    rules = settings.get("dynamic") or settings.get("extra_config")
     named = rules.items() if isinstance(rules, dict) else ()
     return {name: rule or {} for name, rule in named if isinstance(rule or {}, dict)}
 
@@ -239,13 +231,10 @@ def find_settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any
     """Return the settings of a weight's module."""
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
-    for key in ("dynamic", "extra_config"):
-        if not (rules := read_settings_by_module(settings, key)):
-            continue
-        matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
-        rule = next((n for n in names if n in rules), None) or next(matching, None)
-        return settings if rule is None else {**settings, **rules[rule]}
-    return settings
+    rules = list_rules(settings)
+    matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
+    rule = next((n for n in names if n in rules), None) or next(matching, None)
+    return settings if rule is None else {**settings, **rules[rule]}
 
 
 @cache

@@ -305,8 +305,35 @@ class GroupedIntegers(ReadFormat):
         return self.integers.hold(name, values, scales[:, blocks], zeros)
 
 
-class BlockMinima(ReadFormat):
-    """int4 in blocks of 32 columns: W = value * weight_scale + weight_minimum, both in fp32."""
+class ShiftedIntegers(ReadFormat):
+    """Integers of other projects with a scale and a minimum, the last two parts, for each group.
+
+    W = value * scale + minimum. Integers stay in engines if groups are whole blocks of ours.
+    """
+
+    @property
+    def engine_format(self) -> Format:
+        return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
+
+    @abstractmethod
+    def unpack(self, values: Tensor) -> Tensor:
+        """Return the codes [N, K] in the weight's first part."""
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        codes = self.unpack(parts[""]).unflatten(1, (-1, self.block))
+        scales, minima = (parts[suffix].float()[..., None] for suffix in self.suffixes[1:])
+        return codes.float().mul_(scales).add_(minima).flatten(1)
+
+    def to_engine_format(self, name: str, parts: Parts) -> Parts:
+        if not isinstance(kept := self.engine_format, Integers):
+            return parts
+        times = self.block // BLOCK
+        halves = (parts[suffix].repeat_interleave(times, dim=1) for suffix in self.suffixes[1:])
+        return kept.shift(self.unpack(parts[""]), *halves)
+
+
+class BlockMinima(ShiftedIntegers):
+    """int4 in blocks of 32 columns, with scales and minima in fp32."""
 
     bits, block = 4, BLOCK
     suffixes: tuple[str, ...] = ("", "_scale", "_minimum")
@@ -314,28 +341,13 @@ class BlockMinima(ReadFormat):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @property
-    def engine_format(self) -> Integers:
-        return SHIFTED[self.bits]
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        codes = _unpack_nibbles(parts[""])
-        return self.engine_format.shift(codes, parts["_scale"], parts["_minimum"])
-
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
         each = Entry("F32", (rows, blocks))
         return {"": Entry("U8", (rows, blocks, BLOCK // 2)), "_scale": each, "_minimum": each}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = _unpack_nibbles(parts[""]).float().unflatten(1, (-1, BLOCK))
-        scales, minima = (parts[suffix][..., None] for suffix in self.suffixes[1:])
-        return (values * scales + minima).flatten(1)
-
-
-def _unpack_nibbles(nibbles: Tensor) -> Tensor:
-    """Split bytes [N, blocks, 16] into codes [N, K]."""
-    return torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(1)
+    def unpack(self, values: Tensor) -> Tensor:
+        return torch.stack([values & 0xF, values >> 4], dim=-1).flatten(1)
 
 
 def count_coarse_blocks(scales: Tensor) -> int:

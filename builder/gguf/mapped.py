@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import GgmlFormat
-from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
-from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
+from mtpbuild.builder.formats.integers import BLOCK, USUAL, BlockMinima
+from mtpbuild.builder.gguf.container import Floats, RawTensor
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 Change: TypeAlias = "Callable[..., Floats]"
@@ -95,15 +95,8 @@ class GgufWeight:
             kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
             yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
             return
-        if (format := self.format) is not None:
-            for suffix, entry in format.parts(self.shape).items():
-                yield self.name + suffix, entry, replace(self, suffix=suffix)
-            return
-        rows, blocks = self.shape[0], self.shape[1] // BLOCK
-        codes = Entry("U8", (rows, blocks, BLOCK * bits // 8))
-        yield self.name, codes, replace(self, suffix="")
-        scales = Entry("F16", (rows, blocks))
-        yield f"{self.name}_scale", scales, replace(self, suffix="_scale")
+        for suffix, entry in (self.format or USUAL[bits]).parts(self.shape).items():
+            yield self.name + suffix, entry, replace(self, suffix=suffix)
 
     def read(self) -> Tensor:
         """Read the tensor that its entry describes."""
@@ -119,11 +112,8 @@ class GgufWeight:
         tensor = self.tensors[0]
         blocks = np.concatenate([each.read(self.expert) for each in self.tensors])
         blocks = blocks[self.part or slice(None)]
-        if self.suffix is not None and tensor.type in MINIMA:
-            part = self._reorder(tensor.shifted(blocks)[self.suffix], BLOCK)
-            return torch.from_numpy(part)
         if self.suffix is not None:
-            return self._read_integers(self._reorder(blocks, tensor.block))
+            return torch.from_numpy(self._reorder(tensor.split(blocks)[self.suffix], BLOCK))
         if tensor.type in FLOATS:
             dtype: torch.dtype = getattr(torch, FLOATS[tensor.type])
             values = np.ascontiguousarray(self._reorder(blocks))
@@ -137,15 +127,3 @@ class GgufWeight:
         if self.columns is not None:
             values = values[:, self.columns.grouped(unit)]
         return np.ascontiguousarray(values)
-
-    def _read_integers(self, blocks: Bytes) -> Tensor:
-        """Return the codes or the scales of blocks as our own integers have them."""
-        if self.suffix == "_scale":
-            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
-            return torch.from_numpy(np.ascontiguousarray(scales))
-        codes = blocks[..., 2:]
-        if self.bits == 8:
-            return torch.from_numpy(codes ^ 0x80)  # q + 128, unsigned
-        # A byte has elements j and j + 16 of its block; ours have neighbours, the even one first.
-        values = np.concatenate([codes & 0xF, codes >> 4], axis=-1)
-        return torch.from_numpy(values[..., 0::2] | values[..., 1::2] << 4)

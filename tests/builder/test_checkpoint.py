@@ -316,26 +316,19 @@ def test_no_weights_at_all(folder: Path) -> None:
 def test_missing_shard(folder: Path) -> None:
     shard(folder)
     gone = folder / "model-00002-of-00003.safetensors"
-    size = sum(tensor.nbytes for tensor in load_file(gone).values())
     gone.unlink()
-    assert refused(folder) == (
-        f"{folder}: shard {gone.name} named by {INDEX} is missing; {size:,} bytes lack in all; "
-        "resume the download"
-    )
+    says = f"{folder}: shard {gone.name} named by {INDEX} is missing; resume the download"
+    assert refused(folder) == says
 
 
 def test_half_downloaded(folder: Path) -> None:
     """Two shards have not come yet, one has come in part."""
     shard(folder)
     files = sorted(folder.glob("model-*"))
-    size = 0
     for file in files[:2]:
-        size += sum(tensor.nbytes for tensor in load_file(file).values())
         file.unlink()
     files[2].write_bytes(files[2].read_bytes()[:-10])
-    says = refused(folder)
-    assert f"shard {files[0].name} named by {INDEX} is missing (and 2 more)" in says
-    assert f"; {size + 10:,} bytes lack in all" in says
+    assert f"shard {files[0].name} named by {INDEX} is missing (and 2 more)" in refused(folder)
 
 
 def test_a_tensor_in_two_shards(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.readable import (
     name_stored_format,
     read_quantisation,
-    refuse_folder,
+    refuse_quantised,
 )
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.formats import Format, find_stored_format, name_own
@@ -295,7 +295,7 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
     assert name_stored_format(read_quantisation(tmp_path), "x.weight") == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
-        refuse_folder(tmp_path)
+        refuse_quantised(tmp_path, tmp_path)
 
 
 def test_settings_of_modules() -> None:

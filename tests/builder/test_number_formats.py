@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.readable import name_stored_format, refuse_folder
+from mtpbuild.builder.checkpoint.readable import name_stored_format, refuse_quantised
 from mtpbuild.builder.formats import (
     FORMATS,
     METHODS,
@@ -361,7 +361,7 @@ def test_settings_of_any_type_are_read_or_refused(method: str, tmp_path: Path) -
             settings = {"quant_method": method, "bits": 4, key: value}
             (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
             try:
-                refuse_folder(tmp_path)
+                refuse_quantised(tmp_path, tmp_path)
             except CheckpointError:
                 refused += 1
                 continue
