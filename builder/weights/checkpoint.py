@@ -295,8 +295,8 @@ class Checkpoint:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
-            if not (entry := self.tensors[name]).floats:
-                raise self._make_error(name, f"is {entry.dtype}; supported: {SUPPORTED}")
+            if not (whole := self.tensors[name]).floats:
+                raise self._make_error(name, f"is {whole.dtype}; supported: {SUPPORTED}")
             self._check_shape(name, stored.shape, "config.json")
             return {name}
         if not format.fits(stored.shape):
