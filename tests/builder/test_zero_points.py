@@ -22,7 +22,7 @@ from mtpbuild.lab.verify.plain import judge_texts
 from mtpbuild.plugins.product_packed.op import unpacked
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.gguf_files import write_wide
+from tests.support.gguf_files import WIDE, write_hybrid
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
 from tests.support.requests import build, build_request
@@ -124,7 +124,7 @@ def test_minima_of_gguf(
 ) -> None:
     """Products stay int4; an engine says what the plain model says with inputs in int8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = write_wide(tmp_path / "a.gguf", kind)
+    path = write_hybrid(tmp_path / "a.gguf", kind, **WIDE)
     folder = find_model(str(path)).folder
     model = opened(folder, formats=("int8", "int4"), rounds_to="int8", pipeline=CPU)
     (tmp_path / "w").mkdir()
