@@ -27,12 +27,12 @@ from tests.support.gguf_files import WIDE, write_hybrid
 from tests.support.invoke import invoke
 from tests.support.numbers import check_rounded, in_int8_blocks, played
 from tests.support.opened import opened
+from tests.support.other_formats import WRITTEN
 from tests.support.requests import build, build_request, quantize
 
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 LIMITS: dict[str, Any] = {"max_seq_len": 64, "prefill_chunk": 8}
 SMALL = QUANTIZABLE | SMALLEST
-WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 @pytest.fixture(scope="module")

@@ -10,20 +10,14 @@ from mtpbuild.builder.formats import METHODS, Format, find_stored_format, name_o
 from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.runtime.errors import CheckpointError
-
-
-def words(codes: Tensor, bits: int, dim: int) -> Tensor:
-    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
-    packed = (fields << torch.arange(0, 32, bits)).sum(-1)
-    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
-    return signed.int().movedim(-1, dim).contiguous()
+from tests.support.other_formats import pack_words
 
 
 def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any, ...]:
     """Return a format, its parts, and codes and scales of 128 inputs in groups of 32."""
     codes, scales = torch.randint(0, 2**bits, (128, 32)), torch.rand(4, 32).half()
     zeros = torch.as_tensor(zero).expand(4, 32)
-    tensors = {"qweight": words(codes, bits, 0), "qzeros": words(zeros, bits, 1)}
+    tensors = {"qweight": pack_words(codes, bits, 0), "qzeros": pack_words(zeros, bits, 1)}
     tensors |= {"scales": scales, "g_idx": order.int()}
     own = {name_own(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32} | said
@@ -72,7 +66,7 @@ def test_symmetric_integers_stay(kept: Format) -> None:
     assert torch.equal(held.view(32, 128), format.decode(parts))
     with pytest.raises(CheckpointError, match="x_g_idx has inputs in another order"):
         format.to_engine_format("x", parts | {"_g_idx": parts["_g_idx"].flip(0)})
-    wrong = words(torch.full((4, 32), middle + 1), kept.bits, 1)
+    wrong = pack_words(torch.full((4, 32), middle + 1), kept.bits, 1)
     assert "has zero points other than" in str(format.fault(parts | {"_qzeros": wrong}))
 
 

@@ -48,6 +48,14 @@ def digest(values: Tensor) -> str:
     return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
 
 
+def pack_words(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Pack numbers into int32 words along an axis, the lowest bits first."""
+    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
+    packed = (fields << torch.arange(0, 32, bits)).sum(-1)
+    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    return signed.int().movedim(-1, dim).contiguous()
+
+
 def by_package(name: str) -> Write:
     """Take a checkpoint that a package wrote, with digests of what it dequantises."""
 
