@@ -72,10 +72,6 @@ class Format(ABC):
     looks_up = False  # whether an engine's embedding may have it
     offsets: str | None = None  # what a block has besides its scale: "zeros" or "minima"
 
-    @abstractmethod
-    def stores(self, name: str, entries: Entries) -> bool:
-        """Return whether these tensors of a checkpoint store weight `name` in this format."""
-
     @property
     def engine_format(self) -> Format:
         """The format in which engines keep weights of this format."""
@@ -154,10 +150,7 @@ class Format(ABC):
 
 
 class ReadFormat(Format):
-    """A format that is only read; its module's `find_format` finds it."""
-
-    def stores(self, name: str, entries: Entries) -> bool:
-        return False
+    """A format that is only read."""
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> Parts:
         raise NotImplementedError(f"{self.name} is only read")
@@ -182,9 +175,9 @@ class GgmlFormat(ReadFormat):
 class FormatModule:
     """The formats that a module of this folder reads."""
 
-    formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
-    # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.
-    find: Callable[[str, Entries, Settings], Format | None] | None = None
+    # Finds the format of a weight by its name, the checkpoint's tensors and the settings.
+    find: Callable[[str, Entries, Settings], Format | None]
+    formats: tuple[Format, ...] = ()  # that engines keep
     # Endings of a checkpoint's tensors -> our own, as `.qweight` -> `.weight`.
     names: Mapping[str, str] = field(default_factory=dict)
     # Values of quant_method -> a function that says what of the settings is not read.

@@ -12,6 +12,7 @@ from mtpbuild.builder.formats.format import (
     FormatModule,
     Parts,
     ReadFormat,
+    Settings,
     Shape,
     refuse_out_of_range,
 )
@@ -49,15 +50,6 @@ class Integers(Format):
         self.offsets = offsets
         self.looks_up = bits == 8 and offsets is None
         self.joined_bytes = BLOCK * bits // 8  # of a block's values when weights are joined
-
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        """Return whether a uint8 weight has this format's bits, by its shape, and its scales."""
-        weight, scale = entries[name], entries.get(f"{name}_scale")
-        if weight.dtype != "U8" or scale is None or scale.dtype == "F8_E4M3":
-            return False
-        if len(weight.shape) == 2:
-            return False  # MXFP4's, or ModelOpt's integers
-        return self.bits == (4 if weight.shape[-1] == BLOCK // 2 else 8)
 
     def hold(self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Parts:
         """Return the parts of (values - zeros) * scales, as they are.
@@ -217,7 +209,17 @@ INT4 = Integers(4)
 USUAL = {4: INT4, 8: INT8}  # by bits
 MOVED = {bits: Integers(bits, "zeros") for bits in USUAL}  # with zero points
 SHIFTED = {bits: Integers(bits, "minima") for bits in USUAL}  # with a minimum for each block
+
+
+def find_format(name: str, entries: Mapping[str, Entry], settings: Settings) -> Format | None:
+    weight = entries[name]
+    if weight.dtype != "U8" or len(weight.shape) != 3 or f"{name}_scale" not in entries:
+        return None
+    return INT4 if weight.shape[-1] == BLOCK // 2 else INT8
+
+
 MODULE = FormatModule(
+    find=find_format,
     formats=(INT8, INT4),
     methods={"mtpbuild": lambda settings: None},
     reads="what `mtpbuild quantize` writes",

@@ -78,13 +78,13 @@ def find_format(
     weight, scale = entries[name], entries.get(f"{name}_scale")
     if weight.dtype != "U8" or scale is None or len(weight.shape) != 2:
         return None
-    if scale.dtype == "F8_E4M3":
+    inputs = entries.get(f"{name}{INPUTS}")
+    if scale.dtype == "F8_E4M3" and inputs is not None:
         format: Format = NVFP4
     elif scale.dtype in DTYPES and len(scale.shape) == 2 and scale.shape[1]:
         format = _row_pairs(weight.shape[1] // scale.shape[1], scale.dtype)
     else:
         return None
-    inputs = entries.get(f"{name}{INPUTS}")
     return format if inputs is None else _scaled_inputs(format, inputs.dtype)
 
 
