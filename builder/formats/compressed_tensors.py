@@ -248,11 +248,8 @@ def find_unread_setting(settings: Settings) -> str | None:
     if bad := next((format for format in map(str, formats) if format not in READ), None):
         return f"{METHOD} {bad}"
     rotated = settings.get("transform_config")
-    return (
-        f"{METHOD} with transform_config"
-        if isinstance(rotated, Mapping) and rotated.get("config_groups")
-        else None
-    )
+    rotates = isinstance(rotated, Mapping) and rotated.get("config_groups")
+    return f"{METHOD} with transform_config" if rotates else None
 
 
 def name_kept_format(settings: Settings, module: str) -> str:

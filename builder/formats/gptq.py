@@ -295,9 +295,8 @@ def find_unread_auto_round(settings: Mapping[str, Any]) -> str | None:
 
 def is_awq(settings: Mapping[str, Any]) -> bool:
     method = settings.get("quant_method")
-    return method == "awq" or (
-        method == "auto-round" and "awq" in str(settings.get("packing_format"))
-    )
+    by_auto_round = method == "auto-round" and "awq" in name_packing(settings)
+    return method == "awq" or by_auto_round
 
 
 def find_unread_awq(settings: Mapping[str, Any]) -> str | None:

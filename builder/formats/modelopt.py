@@ -93,14 +93,12 @@ _row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
 
 def find_unread_algorithm(settings: Mapping[str, Any]) -> str | None:
     """Return the first of ModelOpt's settings that is not read; None if all are."""
-    algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
-    algorithms = [algorithm]
-    if algorithm == MIXED and isinstance(layers, Mapping):
-        algorithms = [
-            each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)
-        ]
-    unknown = [each for each in map(str, algorithms) if each not in READ]
-    return f"modelopt {unknown[0]}" if unknown else None
+    parts, layers = [settings], settings.get("quantized_layers")
+    if settings.get("quant_algo") == MIXED and isinstance(layers, Mapping):
+        parts = [part for part in layers.values() if isinstance(part, Mapping)]
+    algorithms = (str(part.get("quant_algo")) for part in parts)
+    unknown = next((name for name in algorithms if name not in READ), None)
+    return unknown and f"modelopt {unknown}"
 
 
 def name_algorithm(settings: Mapping[str, Any], module: str) -> str:

@@ -13,15 +13,18 @@ import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import GgmlFormat
-from mtpbuild.builder.formats.integers import BLOCK, USUAL, BlockMinima
+from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, BlockMinima
 from mtpbuild.builder.gguf.container import Floats, RawTensor
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 Change: TypeAlias = "Callable[..., Floats]"
 Order = npt.NDArray[np.intp]
-# Types whose blocks are those of our own integers: bits of a value.
-INTEGERS = {"Q8_0": 8, "Q4_0": 4}
-MINIMA = {kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")}  # with other blocks
+# Types whose codes engines keep.
+INTEGERS: dict[str, Format] = {
+    "Q8_0": INT8,
+    "Q4_0": INT4,
+    **{kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")},
+}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 decoded = cache(GgmlFormat)  # formats are compared by `is`
 
@@ -71,31 +74,30 @@ class GgufWeight:
         return self.tensors[0].file
 
     @property
-    def bits(self) -> int | None:
-        """Return the bits of our integers whose blocks these are; None if they are others."""
+    def integers(self) -> Format | None:
+        """The format of a weight whose codes engines keep; None for other weights."""
         (kind, *others) = {tensor.type for tensor in self.tensors}
-        bits = MINIMA[kind].bits if kind in MINIMA else INTEGERS.get(kind)
-        if others or bits is None or self.change is not None or self.as_floats:
-            return None
         splits = self.columns is not None and self.columns.width % BLOCK
-        return None if splits or len(self.shape) != 2 else bits
+        if others or splits or self.change is not None or self.as_floats or len(self.shape) != 2:
+            return None
+        return INTEGERS.get(kind)
 
     @property
     def format(self) -> Format | None:
-        """Return the format of a weight whose blocks are not those of our own integers."""
-        if self.bits is not None:
-            return MINIMA.get(self.tensors[0].type)
+        """The weight's format; None if it is read as floats of the file."""
+        if (integers := self.integers) is not None:
+            return integers
         kinds = sorted({tensor.type for tensor in self.tensors} - FLOATS.keys())
         return decoded(" and ".join(kinds).lower()) if kinds and not self.as_floats else None
 
     def entries(self) -> Iterator[tuple[str, Entry, GgufWeight]]:
         """Yield the name, the header entry and the source of each tensor that stores the weight."""
-        if (bits := self.bits) is None:
+        if (integers := self.integers) is None:
             kinds = {tensor.type for tensor in self.tensors}
             kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
             yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
             return
-        for suffix, entry in (self.format or USUAL[bits]).parts(self.shape).items():
+        for suffix, entry in integers.parts(self.shape).items():
             yield self.name + suffix, entry, replace(self, suffix=suffix)
 
     def read(self) -> Tensor:

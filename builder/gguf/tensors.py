@@ -54,8 +54,7 @@ class Architecture:
     name: str  # key general.architecture
     config: Callable[[GgufFile], Config]  # config.json; it may leave out the family's model_type
     tensors: Mapping[str, str]  # of a layer, such as LAYER
-    # Beginning of the key tokenizer.ggml.pre, if families share an architecture.
-    tokenizer: str = ""
+    tokenizer: str = ""  # beginning of tokenizer.ggml.pre, if families share an architecture
     splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
     merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = (

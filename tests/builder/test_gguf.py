@@ -327,7 +327,7 @@ def test_older_files_have_kv_b_whole(tmp_path: Path) -> None:
     assert torch.equal(old.read(name), new.read(name))
 
 
-def read_tokenizer(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[int], list[str]]:
+def read_tokenizer(tokenizer: tokenizers.Tokenizer) -> tuple[list[Any], list[int], list[str]]:
     """Return a tokenizer's tokens, their types and the merges, as keys have them."""
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     types = [int(gguf.TokenType.NORMAL)] * len(tokens)
@@ -391,9 +391,14 @@ def test_deepseeks_own_tokenizer() -> None:
     file = Path(DEEPSEEK.origin).with_name("tokenizer.json")
     theirs = tokenizers.Tokenizer.from_file(str(file))
     tokens, types, merges = read_tokenizer(theirs)
-    named = {"model": "gpt2", "pre": "deepseek-v3", "tokens": tokens, "merges": merges}
-    named |= {"token_type": types}
+    named: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "deepseek-v3",
+        "tokens": tokens,
+        "merges": merges,
+    }
     keys = {f"tokenizer.ggml.{key}": value for key, value in named.items()}
+    keys["tokenizer.ggml.token_type"] = types
     ours = make_tokenizer(GgufFile(Path("a.gguf"), keys, {}), list_splits())
     assert ours is not None
     for text in (*model_tokenizers.TEXTS, DIFFICULT):
