@@ -168,9 +168,6 @@ class Steps(Format):
     name, bits, block = "steps", 8, 1
     suffixes = ("", "_step")
 
-    def stores(self, name, entries):
-        return f"{name}_step" in entries
-
     def parts(self, shape):
         return {"": Entry("U8", shape), "_step": Entry("F32", (1,))}
 
@@ -183,7 +180,10 @@ class Steps(Format):
 
 
 STEPS = Steps()
-MODULE = FormatModule(formats=(STEPS,))
+MODULE = FormatModule(
+    find=lambda name, entries, settings: STEPS if f"{name}_step" in entries else None,
+    formats=(STEPS,),
+)
 ''',
 }
 RUN_FORMAT = """

@@ -7,6 +7,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
+from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
 from mtpbuild.runtime.text import tokenizer_files
@@ -32,7 +33,7 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     """
 
     def first(key: str) -> tuple[int, ...]:
-        files = (folder / "generation_config.json", folder / "config.json")
+        files = (folder / "generation_config.json", folder / CONFIG)
         per_file = (_read_ids(file, key, config.vocab_size) for file in files)
         return next((ids for ids in per_file if ids is not None), ())
 

@@ -23,16 +23,11 @@ OF_WEIGHTS = ("quant_algo", "quantized_layers", "config_groups", "bits", "w_bit"
 TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
 
 
-def refuse_folder(folder: Path, instead: str = "") -> None:
-    """Raise CheckpointError for a folder whose weights a build can't read.
+def refuse_quantised(where: str | Path, folder: Path, instead: str = "") -> None:
+    """Raise CheckpointError if config.json or ModelOpt's file names an unsupported format.
 
-    instead: the end of the message, which may name another model to build.
+    where: the beginning of the message. instead: its end, which may name another model to build.
     """
-    refuse_quantised(str(folder), folder, instead)
-
-
-def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
-    """Raise CheckpointError if config.json or ModelOpt's file names an unsupported format."""
     settings = read_quantisation(folder)
     if not settings:
         return
@@ -80,11 +75,8 @@ def read_quantisation(folder: Path) -> Mapping[str, Any]:
 
     MLX's have a key of their own, which wins over what a conversion left.
     """
-    config = read_object(folder / CONFIG)
-    text = config.get("text_config")
-    raw = config.get("quantization_config") or (
-        text.get("quantization_config") if isinstance(text, dict) else None
-    )
+    config, text = read_object(folder / CONFIG), read_text_config(folder)
+    raw = config.get("quantization_config") or text.get("quantization_config")
     mlx = config.get("quantization")
     if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
         return {"quant_method": MLX, **mlx}
@@ -104,6 +96,13 @@ def keeps_weights(settings: Mapping[str, Any]) -> bool:
     caches = any(value for key, value in settings.items() if key.startswith("kv_cache"))
     weights = any(settings.get(key) for key in OF_WEIGHTS)
     return caches and not weights and settings.get("quant_method") in (None, "modelopt", METHOD)
+
+
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """Return the text model's part of config.json; {} if that is missing or damaged."""
+    config = read_object(folder / CONFIG)
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.readable import read_object
-from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checkpoint.readable import read_text_config
 from mtpbuild.builder.checkpoint.text_model import MODULES, find_text_name
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
@@ -20,11 +20,10 @@ POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Index:
-    """`model.safetensors.index.json`: the shard of each tensor, and the bytes of all tensors."""
+    """`model.safetensors.index.json`: the shard of each tensor."""
 
     path: Path
     shards: Mapping[str, str]
-    total_size: int | None
 
 
 def find_shards(folder: Path) -> list[Path]:
@@ -38,15 +37,13 @@ def find_shards(folder: Path) -> list[Path]:
     heads = set() if index is None else _list_head_files(folder, index)
     names = _read_names(index)
     shards = [folder / name for name in names if name not in heads or (folder / name).exists()]
-    _refuse_incomplete(folder, shards, None if index is None else index.total_size)
+    _refuse_incomplete(folder, shards)
     return shards
 
 
 def _list_head_files(folder: Path, index: Index) -> set[str]:
     """Return the files that hold nothing but MTP modules, by index and config.json."""
-    raw = read_object(folder / CONFIG)
-    text = raw.get("text_config")
-    count = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
+    count = read_text_config(folder).get("num_hidden_layers")
 
     def is_head(name: str) -> bool:
         name = find_text_name(name) or ""
@@ -57,22 +54,17 @@ def _list_head_files(folder: Path, index: Index) -> set[str]:
     return {*index.shards.values()} - {s for n, s in index.shards.items() if not is_head(n)}
 
 
-def find_unnamed_head(folder: Path) -> Path | None:
-    """Return a file with MTP modules that lies in a folder, but that its index does not name."""
-    try:
+def offer_unnamed_head(folder: Path) -> str:
+    """Return the end of a message about a missing head, if one lies beside the weights.
+
+    It is a file with MTP modules that the index does not name.
+    """
+    with suppress(CheckpointError, OSError, ValueError):  # opening the checkpoint reports it
         names = {*read_shard_names(folder)}
         for path in sorted(folder.glob("*.safetensors")):
             if path.name not in names and any(map(HEAD_NAME.search, read_header(path)[0])):
-                return path
-    except (CheckpointError, OSError, ValueError):
-        pass  # opening the checkpoint reports it
-    return None
-
-
-def offer_unnamed_head(folder: Path) -> str:
-    """Return the end of a message about a missing head, if one lies beside the weights."""
-    head = find_unnamed_head(folder)
-    return "" if head is None else f"; {head.name}, which lies beside, has one: --mtp {head}"
+                return f"; {path.name}, which lies beside, has one: --mtp {path}"
+    return ""
 
 
 def has_weights(folder: Path) -> bool:
@@ -115,35 +107,23 @@ def read_index(folder: Path) -> Index | None:
         shards = dict(raw["weight_map"].items())
         if not all(isinstance(name, str) for name in shards.values()):
             raise ValueError("a shard's name is not text")
-        size = raw.get("metadata", {}).get("total_size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: no usable weight_map ({error!r})") from None
-    return Index(path, shards, size if isinstance(size, int) else None)
+    return Index(path, shards)
 
 
-def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
-    """Raise CheckpointError if shards are missing or truncated.
-
-    The error names the first such shard and counts all missing bytes.
-    """
+def _refuse_incomplete(folder: Path, shards: list[Path]) -> None:
+    """Raise CheckpointError if shards are missing or truncated; it names the first of them."""
     missing = [path for path in shards if not os.path.isfile(path)]  # Path.is_file may raise
-    measured = {path: _measure(path) for path in shards if path not in missing}
-    truncated = {path: short for path, (_, short) in measured.items() if short > 0}
+    lacking = {path: _count_lacking(path) for path in shards if path not in missing}
     faults = [f"shard {path.name} named by {INDEX} is missing" for path in missing]
-    faults += [f"{path.name} is {short:,} bytes short" for path, short in truncated.items()]
-    if not faults:
-        return
-    lost = sum(truncated.values())
-    if missing and total_size is not None:
-        lost += max(0, total_size - sum(size for size, _ in measured.values()))
-    total = f"; {lost:,} bytes lack in all" if lost and (missing or len(faults) > 1) else ""
-    raise CheckpointError(
-        f"{folder}: {faults[0]}{more(len(faults) - 1)}{total}; resume the download"
-    )
+    faults += [f"{path.name} is {short:,} bytes short" for path, short in lacking.items() if short]
+    if faults:
+        raise CheckpointError(f"{folder}: {faults[0]}{more(len(faults) - 1)}; resume the download")
 
 
-def _measure(path: Path) -> tuple[int, int]:
-    """Return a shard's bytes of tensors by its header, and how many of them the file lacks."""
+def _count_lacking(path: Path) -> int:
+    """Return how many of a shard's bytes of tensors, by its header, the file lacks."""
     with path.open("rb") as file:
         first = file.read(8)
     if POINTER.startswith(first) and len(first) == 8:
@@ -152,8 +132,8 @@ def _measure(path: Path) -> tuple[int, int]:
         header, _, start = read_header(path)
         data = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-        return 0, 0  # opening the tensors reports an unreadable header
-    return data, start + data - path.stat().st_size
+        return 0  # opening the tensors reports an unreadable header
+    return max(0, start + data - path.stat().st_size)
 
 
 def more(count: int) -> str:

@@ -27,9 +27,8 @@ def unstack(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:
     if match := MLX_STACK.fullmatch(name):
         at, projection, heads, leaf = match.groups()
         rows = shape[1] if len(shape) == 3 else 0  # 0: a number for each expert
-        for e in range(
-            shape[0] if rows or (len(shape) == 1 and leaf.endswith("global_scale")) else 0
-        ):
+        numbers = len(shape) == 1 and leaf.endswith("global_scale")
+        for e in range(shape[0] if rows or numbers else 0):
             part = f"experts.{e}.{projection}" if projection else f"{heads}.{e}"
             yield f"{at}{part}.{leaf}", (e, 0, rows)
         return

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 
-from mtpbuild.builder.formats.integers import WIDE
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 
@@ -20,8 +19,6 @@ def list_notes(model: OpenedModel) -> Iterator[str]:
     dtype = model.style.dtype
     if counts := describe_counts(model.dequantised().elements()):
         yield f"quantised weights ({counts}) are dequantised: the engine holds them in {dtype}"
-    if count := sum(bool(held) and each in WIDE.values() for each, held in model.quantised()):
-        yield f"{count} weights with fp32 scales get fp16 ones, quantised anew where inexact"
     if unfit := model.unfit:
         what = f"their columns do not split into blocks ({unfit[0]}, ..)"
         yield f"{len(unfit)} weights stay in {dtype}: {what}"

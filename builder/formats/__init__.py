@@ -19,9 +19,7 @@ MODULES: list[FormatModule] = [
     for module in iter_modules(__path__)
     if module.name != "format"
 ]
-ALL = [format for module in MODULES for format in module.formats]
-# Formats that engines keep; the others are older variants of the same names.
-FORMATS = {format.name: format for format in ALL if format.engine_format is format}
+FORMATS = {format.name: format for module in MODULES for format in module.formats}
 NAMES = {old: new for module in MODULES for old, new in module.names.items()}
 METHODS = {method: check for module in MODULES for method, check in module.methods.items()}
 READS = ", ".join(
@@ -39,13 +37,8 @@ def find_stored_format(
     The weight's tensors decide, as checkpoints' lists of excluded modules are not reliable;
     settings tell what tensors do not show.
     """
-    for format in ALL:
-        if format.stores(name, entries):
-            return format
-    for module in MODULES:
-        if module.find is not None and (chosen := module.find(name, entries, settings or {})):
-            return chosen
-    return None
+    formats = (module.find(name, entries, settings or {}) for module in MODULES)
+    return next(filter(None, formats), None)
 
 
 def name_own(name: str) -> str:

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from mtpbuild.builder.formats.format import Entry, Format, FormatModule, ReadFormat, Settings, Shape
-from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Settings, Shape
+from mtpbuild.builder.formats.integers import (
+    BLOCK,
+    MOVED,
+    USUAL,
+    GroupedIntegers,
+    GroupedValues,
+)
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "compressed-tensors"
@@ -21,8 +27,6 @@ READ = {
     "dense", "mixed-precision", "pack-quantized", "int-quantized", "float-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized",
 }  # fmt: skip
-PRESET = re.compile(r"W([2-8])A(?:4|8|16|FP8)(_ASYM)?", re.IGNORECASE)  # of packed integers
-PRESET_GROUP = 128
 WORD = 32  # bits
 ORDERS = ("group", True)  # values of actorder with which columns don't lie group by group
 
@@ -52,7 +56,7 @@ class Group:
 def list_weight_groups(settings: Settings) -> Iterator[Group]:
     """Yield the groups of a checkpoint's settings, the specific ones first."""
     groups = settings.get("config_groups")
-    parsed = [_parse(*each) for each in groups.items()] if isinstance(groups, Mapping) else []
+    parsed = map(_parse, groups.values() if isinstance(groups, Mapping) else ())
     yield from (group for group in parsed if group is not None)
 
 
@@ -63,11 +67,7 @@ def find_hinted_group(settings: Settings, name: str) -> Group | None:
     return next((group for group in groups if group.names(module)), first)
 
 
-def _parse(preset: str, group: Any) -> Group | None:
-    if isinstance(group, list):
-        targets = tuple(map(str, group))
-        match = PRESET.fullmatch(preset)
-        return match and Group(targets, int(match[1]), PRESET_GROUP, symmetric=not match[2])
+def _parse(group: Any) -> Group | None:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return None
@@ -95,7 +95,7 @@ def _compile_target(target: str) -> re.Pattern[str]:
         return re.compile(r"(?!)")  # matches nothing
 
 
-class PackedIntegers(ReadFormat):
+class PackedIntegers(GroupedIntegers):
     """Integers of 1 to 8 bits in int32 words, from the lowest bits on.
 
     W = (code - zero) * weight_scale, with a scale per row and group of columns. zero is
@@ -107,35 +107,29 @@ class PackedIntegers(ReadFormat):
         self, bits: int, columns: int, weight: Entry, types: Types, symmetric: bool, ordered: bool
     ) -> None:
         """columns: that share a scale, 0 for all."""
-        self.bits, self.block = bits, columns or weight.shape[1] * WORD // bits
-        self._columns, self._words, self._types = columns, weight.shape[1], types
-        zeros, order = "_zero_point", "_g_idx"
-        more = (*((zeros,) * (not symmetric)), *((order,) * ordered))
-        self.suffixes = ("", "_scale", "_shape", *more)
+        self.bits = bits
+        self.block = columns or weight.shape[1] * WORD // bits
+        zeros = [] if symmetric else ["_zero_point"]
+        self.suffixes = ("", "_scale", "_shape", *zeros, *["_g_idx"] * ordered)
         self.name = f"packed int{bits}{' with zero points' * (not symmetric)}"
+        self._columns = columns
+        self._words = weight.shape[1]
+        self._types = types
         # Rows of whole blocks of 32 have whole words of any width.
         split = columns or self._words % bits == 0
-        self._whole = not ordered and split and self.block % BLOCK == 0
-        self._symmetric = symmetric
-
-    @property
-    def engine_format(self) -> Format:
-        return self._integers or self
-
-    @property
-    def _integers(self) -> Integers | None:
-        """The format of engines that has this one's values; None if there is none."""
-        same = {4: INT4, 8: INT8} if self._symmetric else MOVED
-        return same[4 if self.bits <= 4 else 8] if self._whole else None
+        whole = not ordered and split and self.block % BLOCK == 0
+        same = USUAL if symmetric else MOVED
+        self.integers = same[4 if bits <= 4 else 8] if whole else None
 
     def fits(self, shape: Shape) -> bool:
         """Refuse rows of no whole groups, and odd widths whose words may be packed either way."""
-        block = self._columns or (BLOCK if self._whole else 1)
+        block = self._columns or (BLOCK if self.integers else 1)
         return shape[1] % block == 0 and self._find_packing(shape[1]) is not None
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
-        groups, pack = columns // (self._columns or columns), self._find_packing(columns) or dense
+        pack = self._find_packing(columns) or dense
+        groups = columns // (self._columns or columns)
         parts = {
             "": Entry("I32", (rows, pack(columns, self.bits))),
             "_scale": Entry(self._types[0], (rows, groups)),
@@ -152,43 +146,32 @@ class PackedIntegers(ReadFormat):
             return fitting[0] if fitting else dense
         return None
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def unpack(self, parts: Mapping[str, Tensor]) -> GroupedValues:
         rows, columns = parts["_shape"].tolist()
-        pack, scales = self._find_packing(columns) or dense, parts["_scale"].float()
-        codes = unpack_stream(parts[""], self.bits, columns, pack).float()
-        zeros = torch.full_like(scales, 1 << self.bits - 1)
+        pack = self._find_packing(columns) or dense
+        middle = 1 << self.bits - 1
+        values = unpack_stream(parts[""], self.bits, columns, pack).short() - middle
+        zeros = None
         if "_zero_point" in parts:
-            zeros = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack).T.float()
-        order = torch.arange(columns) // (self._columns or columns)
+            codes = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack)
+            zeros = codes.T.short() - middle
+        groups = torch.arange(columns) // (self._columns or columns)
         if "_g_idx" in parts and (parts["_g_idx"] >= 0).any():  # -1 throughout means none
-            order = parts["_g_idx"]
-        return (codes - zeros[:, order]) * scales[:, order]
+            groups = parts["_g_idx"]
+        return GroupedValues(values, parts["_scale"], zeros, groups)
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
         rows, columns = parts["_shape"].tolist()
         words, groups = parts[""], parts["_scale"].shape[1]
         fits = dense(columns, self.bits), loose(columns, self.bits)
-        if rows != len(words) or words.shape[1] not in fits:
+        uneven = self.integers is not None and columns % BLOCK
+        if rows != len(words) or words.shape[1] not in fits or uneven:
             return f"is packed in {[*words.shape]}, but weight_shape says [{rows}, {columns}]"
         order = parts.get("_g_idx")
         if order is None or (order < 0).all():
             return None
         beyond = order.min() < 0 or order.max() >= groups
         return f"has a weight_g_idx beyond its {groups} groups" if beyond else None
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._integers is None:
-            return parts
-        words, columns = parts[""], parts[""].shape[1] * WORD // self.bits
-        if self._columns:
-            columns = self._columns * parts["_scale"].shape[1]
-        codes = unpack_stream(words, self.bits, columns, self._find_packing(columns) or dense)
-        middle, zeros = 1 << self.bits - 1, None
-        if "_zero_point" in parts:
-            rows = len(words)
-            pack = self._find_packing(columns) or dense
-            zeros = unpack_stream(parts["_zero_point"].T, self.bits, rows, pack).T.short() - middle
-        return self._integers.hold(name, codes.short() - middle, parts["_scale"], zeros)
 
 
 Types = tuple[str, str]  # of weight_scale and weight_shape
@@ -265,11 +248,8 @@ def find_unread_setting(settings: Settings) -> str | None:
     if bad := next((format for format in map(str, formats) if format not in READ), None):
         return f"{METHOD} {bad}"
     rotated = settings.get("transform_config")
-    return (
-        f"{METHOD} with transform_config"
-        if isinstance(rotated, Mapping) and rotated.get("config_groups")
-        else None
-    )
+    rotates = isinstance(rotated, Mapping) and rotated.get("config_groups")
+    return f"{METHOD} with transform_config" if rotates else None
 
 
 def name_kept_format(settings: Settings, module: str) -> str:

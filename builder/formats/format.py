@@ -21,17 +21,10 @@ SIZES = {  # bytes per element
     **{"U32": 4, "I32": 4, "I64": 8},
 }
 NAMES = {  # torch dtype -> its name in safetensors
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint32": "U32",
-    "int32": "I32",
-    "int64": "I64",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-}
+    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8", "int8": "I8",
+    "uint32": "U32", "int32": "I32", "int64": "I64",
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32",
+}  # fmt: skip
 DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 TYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -78,10 +71,6 @@ class Format(ABC):
     packs = False  # whether engines hold it in the layout of the CPU's kernels
     looks_up = False  # whether an engine's embedding may have it
     offsets: str | None = None  # what a block has besides its scale: "zeros" or "minima"
-
-    @abstractmethod
-    def stores(self, name: str, entries: Entries) -> bool:
-        """Return whether these tensors of a checkpoint store weight `name` in this format."""
 
     @property
     def engine_format(self) -> Format:
@@ -161,10 +150,7 @@ class Format(ABC):
 
 
 class ReadFormat(Format):
-    """A format that is only read; its module's `find_format` finds it."""
-
-    def stores(self, name: str, entries: Entries) -> bool:
-        return False
+    """A format that is only read."""
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> Parts:
         raise NotImplementedError(f"{self.name} is only read")
@@ -189,9 +175,9 @@ class GgmlFormat(ReadFormat):
 class FormatModule:
     """The formats that a module of this folder reads."""
 
-    formats: tuple[Format, ...] = ()  # of one geometry, found by `Format.stores`
-    # Finds a format whose geometry a checkpoint chooses, by weight, its tensors and the settings.
-    find: Callable[[str, Entries, Settings], Format | None] | None = None
+    # Finds the format of a weight by its name, the checkpoint's tensors and the settings.
+    find: Callable[[str, Entries, Settings], Format | None]
+    formats: tuple[Format, ...] = ()  # that engines keep
     # Endings of a checkpoint's tensors -> our own, as `.qweight` -> `.weight`.
     names: Mapping[str, str] = field(default_factory=dict)
     # Values of quant_method -> a function that says what of the settings is not read.
@@ -202,8 +188,7 @@ class FormatModule:
 def refuse_out_of_range(format: Format, name: str, weight: Tensor) -> None:
     """Raise CheckpointError if the format has no scales for a whole weight's values."""
     refuse_too_large(format, name, weight)
-    if not weight.is_meta:
-        refuse_too_small(format, name, format.sum_coarse(weight))
+    refuse_too_small(format, name, format.sum_coarse(weight))
 
 
 def refuse_too_small(format: Format, name: str, sums: Tensor) -> None:
@@ -218,8 +203,6 @@ def refuse_too_small(format: Format, name: str, sums: Tensor) -> None:
 
 def refuse_too_large(format: Format, name: str, weight: Tensor) -> None:
     """Raise CheckpointError if a weight has values that are too large for the format's scales."""
-    if weight.is_meta or not weight.numel():
-        return  # a dry run has no values
     largest = weight.abs().max().item()
     if largest > format.most:
         raise CheckpointError(

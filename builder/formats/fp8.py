@@ -24,12 +24,6 @@ class Fp8(Format):
     def __init__(self, scales: str = "F32", suffix: str = "_scale_inv") -> None:
         self.suffixes, self._scales = ("", suffix), scales
 
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        scale = entries.get(f"{name}_scale_inv")
-        if entries[name].dtype != "F8_E4M3" or scale is None:
-            return False
-        return self._scales == (scale.dtype if scale.dtype in ("BF16", "F16") else "F32")
-
     @property
     def engine_format(self) -> Fp8:
         return FP8
@@ -80,8 +74,19 @@ def find_unread(settings: Settings) -> str | None:
 
 
 FP8 = Fp8()
+NARROW = {scales: Fp8(scales) for scales in ("BF16", "F16")}
+
+
+def find_format(name: str, entries: Mapping[str, Entry], settings: Settings) -> Format | None:
+    scale = entries.get(f"{name}_scale_inv")
+    if entries[name].dtype != "F8_E4M3" or scale is None:
+        return None
+    return NARROW.get(scale.dtype, FP8)
+
+
 MODULE = FormatModule(
-    formats=(FP8, Fp8("BF16"), Fp8("F16")),
+    find=find_format,
+    formats=(FP8,),
     methods={"fp8": find_unread},
     reads="DeepSeek's fp8 with weight_block_size [128, 128]",
 )

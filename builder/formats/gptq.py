@@ -1,15 +1,20 @@
 """Integers of GPTQ, and of AutoAWQ in its layout `gemm`, also as auto-round stores them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Any
 
-from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
-from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, MOVED, Integers
+from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, Parts, Shape
+from mtpbuild.builder.formats.integers import (
+    BLOCK,
+    MOVED,
+    USUAL,
+    GroupedIntegers,
+    GroupedValues,
+)
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -24,75 +29,67 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of 8 outputs lie in a word
 SCALES, ZEROS, INDEX = "_scales", "_qzeros", "_g_idx"
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """How the tensors of a weight hold its numbers.
-
-    group: inputs that share a scale, -1 for all. less: what zero points are stored less by.
-    symmetric: whether all zero points are in the middle. indexed: whether `g_idx` is there.
-    ordered: whether inputs are in the order of their groups.
-    """
-
-    bits: int
-    group: int
-    scales: str  # dtype
-    symmetric: bool
-    less: int = 0
-    indexed: bool = False
-    ordered: bool = True
-
-
-class Gptq(ReadFormat):
+class Gptq(GroupedIntegers):
     """Integers in 32-bit words, inputs first: qweight, qzeros [groups, out], scales [groups, out].
 
     W[n, k] = (code[k, n] - zero[g, n]) * scales[g, n], with g = k // group or g_idx[k]. A word has
     codes of 4 or 8 inputs, or zero points of as many outputs, lowest bits first. Version 1 stores
-    zero points less 1.
+    zero points less 1. Integers stay in engines if groups are whole blocks of ours.
     """
 
     method = "gptq"
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry, self.bits, self.block = geometry, geometry.bits, geometry.group
-        self.name = f"{self.method} int{self.bits}"
-        self.suffixes = ("", ZEROS, SCALES, *([INDEX] if geometry.indexed else []))
+    def __init__(
+        self,
+        bits: int,
+        group: int,
+        scales: str,
+        *,
+        symmetric: bool,
+        less: int,
+        indexed: bool,
+        ordered: bool,
+    ) -> None:
+        """group: inputs that share a scale, -1 for all. scales: their dtype.
 
-    @property
-    def engine_format(self) -> Format:
-        """Integers stay, if groups are whole blocks of ours."""
-        whole = self.block < 0 or self.block % BLOCK == 0
-        if not whole or not self.geometry.ordered:
-            return self
-        same = {4: INT4, 8: INT8} if self.geometry.symmetric else MOVED
-        return same.get(self.bits, MOVED[4])
+        symmetric: whether all zero points are in the middle. less: what zero points are stored less
+        by. indexed: whether `g_idx` is there. ordered: whether inputs are in their groups' order.
+        """
+        self.name = f"{self.method} int{bits}"
+        self.bits = bits
+        self.block = group
+        self.suffixes = ("", ZEROS, SCALES, *[INDEX] * indexed)
+        self._scales = scales
+        self._symmetric = symmetric
+        self._less = less
+        whole = ordered and (group < 0 or group % BLOCK == 0)
+        same = USUAL if symmetric else MOVED
+        self.integers = same.get(bits, MOVED[4]) if whole else None
 
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        if (kept := self.engine_format) is self:
-            return parts
-        assert isinstance(kept, Integers)
-        codes, stored = self.codes(parts[""]), self.zeros(parts[ZEROS])
-        self._refuse_mixed(name, parts, codes.shape[1])
-        blocks = codes.shape[1] // BLOCK
-        repeats = blocks if self.block < 0 else self.block // BLOCK
-        scales, zeros = (
-            each.repeat_interleave(repeats, 1)[:, :blocks] for each in (parts[SCALES].T, stored)
-        )
-        moved = zeros - kept.zero if kept.offsets else None
-        return kept.hold(name, codes.short() - kept.zero, scales, moved)
-
-    def _refuse_mixed(self, name: str, parts: Mapping[str, Tensor], inputs: int) -> None:
+    def to_engine_format(self, name: str, parts: Parts) -> Parts:
         """Raise CheckpointError if inputs are not in the order of their groups."""
-        if INDEX not in parts or parts[INDEX].is_meta:
-            return
-        groups = torch.arange(inputs) // (inputs if self.block < 0 else self.block)
-        if not torch.equal(parts[INDEX].long(), groups):
-            raise CheckpointError(
-                f"{name}{INDEX} has inputs in another order, but the quantisation settings don't "
-                "say desc_act: set it to true there"
-            )
+        if self.integers is not None and INDEX in parts:
+            index = parts[INDEX].long()
+            if not torch.equal(index, self._list_groups(len(index))):
+                raise CheckpointError(
+                    f"{name}{INDEX} has inputs in another order, but the quantisation settings "
+                    "don't say desc_act: set it to true there"
+                )
+        return super().to_engine_format(name, parts)
+
+    def unpack(self, parts: Mapping[str, Tensor]) -> GroupedValues:
+        middle = 1 << max(self.bits, 4) - 1  # of the engine's integers
+        values = self.codes(parts[""]).short() - middle
+        zeros = None if self._symmetric and self.bits > 2 else self.zeros(parts[ZEROS]) - middle
+        groups = parts[INDEX].long() if INDEX in parts else self._list_groups(values.shape[1])
+        return GroupedValues(values, parts[SCALES].T, zeros, groups)
+
+    def _list_groups(self, inputs: int) -> Tensor:
+        """Return the group of each input if they are in order."""
+        return torch.arange(inputs) // (inputs if self.block < 0 else self.block)
 
     def fits(self, shape: Shape) -> bool:
-        if self.engine_format is not self and shape[1] % BLOCK:
+        if self.integers is not None and shape[1] % BLOCK:
             return False
         return all(size * self.bits % WORD == 0 for size in self.packed(shape))
 
@@ -106,9 +103,10 @@ class Gptq(ReadFormat):
         parts = {
             "": Entry("I32", self.words(shape)),
             ZEROS: Entry("I32", (groups, rows * self.bits // WORD)),
-            SCALES: Entry(self.geometry.scales, (groups, rows)),
+            SCALES: Entry(self._scales, (groups, rows)),
+            INDEX: Entry("I32", (columns,)),
         }
-        return parts | ({INDEX: Entry("I32", (columns,))} if self.geometry.indexed else {})
+        return {suffix: parts[suffix] for suffix in self.suffixes}
 
     def words(self, shape: Shape) -> Shape:
         """Return the shape of qweight."""
@@ -120,35 +118,22 @@ class Gptq(ReadFormat):
 
     def zeros(self, words: Tensor) -> Tensor:
         """Unpack qzeros: int16 [out, groups]."""
-        return unpack_words(words, self.bits).flatten(1).T.short() + self.geometry.less
+        return unpack_words(words, self.bits).flatten(1).T.short() + self._less
 
     def fault(self, parts: Mapping[str, Tensor]) -> str | None:
-        stored = self.zeros(parts[ZEROS])
-        if self.geometry.symmetric and stored.numel() and bool((stored != self.middle).any()):
+        stored, middle = self.zeros(parts[ZEROS]), 1 << self.bits - 1
+        if self._symmetric and (stored != middle).any():
             return (
-                f"has zero points other than the {self.middle} of symmetric weights: its settings "
-                "are wrong in sym, or in the version (checkpoint_format, packing_format)"
+                f"has zero points other than the {middle} of symmetric weights: its settings are "
+                "wrong in sym, or in the version (checkpoint_format, packing_format)"
             )
-        if stored.numel() and int(stored.max()) >> self.bits:
+        if int(stored.max()) >> self.bits:
             return "has zero points that version 1 of GPTQ can't store, so their values are unknown"
-        if INDEX in parts and parts[INDEX].numel():
+        if INDEX in parts:
             least, largest = parts[INDEX].aminmax()
             if int(least) < 0 or int(largest) >= stored.shape[1]:
                 return f"has g_idx from {least} to {largest} for {stored.shape[1]} groups"
         return None
-
-    @property
-    def middle(self) -> int:
-        return 1 << self.bits - 1
-
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        codes, zeros = self.codes(parts[""]), self.zeros(parts[ZEROS])
-        inputs = codes.shape[1]
-        if INDEX in parts:
-            groups = parts[INDEX].long()
-        else:
-            groups = torch.arange(inputs) // (inputs if self.block < 0 else self.block)
-        return (codes - zeros[:, groups]).float().mul_(parts[SCALES].T.float()[:, groups])
 
 
 class Awq(Gptq):
@@ -179,8 +164,8 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 
 @cache  # formats are compared by `is`
-def make_format(kind: type[Gptq], geometry: Geometry) -> Gptq:
-    return kind(geometry)
+def make_format(kind: type[Gptq], **geometry: Any) -> Gptq:
+    return kind(**geometry)
 
 
 def find_format(
@@ -210,19 +195,19 @@ def infer_format(
         width = WORD * zeros.shape[1] / scales.shape[1]
         bits = int(width) if width in WIDTHS else bits
         inputs = weight.shape[0] * (WORD // bits if kind is Gptq and bits in WIDTHS else 1)
-        said = (group, *map(find_group_size, (settings, *overrides(settings))))
+        said = (group, *map(find_group_size, (settings, *list_rules(settings).values())))
         group = next((g for g in said if count_groups(inputs, g) == scales.shape[0]), group)
     indexed = f"{name}{INDEX}" in entries
-    geometry = Geometry(
-        bits if bits in WIDTHS else BITS,
-        group,
-        scales.dtype if scales.dtype in DTYPES else "F16",
+    return make_format(
+        kind,
+        bits=bits if bits in WIDTHS else BITS,
+        group=group,
+        scales=scales.dtype if scales.dtype in DTYPES else "F16",
         symmetric=bool(chosen.get("sym", not chosen.get("zero_point", True))),
         less=int(find_gptq_version(settings) == 1),
         indexed=indexed,
         ordered=not (indexed and chosen.get("desc_act", False)),
     )
-    return make_format(kind, geometry)
 
 
 def count_groups(inputs: int, group: int) -> int:
@@ -235,17 +220,9 @@ def find_group_size(settings: Mapping[str, Any]) -> int:
     return group if isinstance(group, int) and group > 0 else -1
 
 
-def overrides(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the settings of some modules alone, of GPTQModel and of auto-round."""
-    for key in ("dynamic", "extra_config"):
-        yield from read_settings_by_module(settings, key).values()
-
-
-def read_settings_by_module(
-    settings: Mapping[str, Any], key: str
-) -> Mapping[str, Mapping[str, Any]]:
-    """Return the settings by module under a key, without those that are no objects."""
-    rules = settings.get(key)
+def list_rules(settings: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the settings of some modules alone, of GPTQModel or auto-round, by name or pattern."""
+    rules = settings.get("dynamic") or settings.get("extra_config")
     named = rules.items() if isinstance(rules, dict) else ()
     return {name: rule or {} for name, rule in named if isinstance(rule or {}, dict)}
 
@@ -254,13 +231,10 @@ def find_settings_of(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any
     """Return the settings of a weight's module."""
     module = name.removesuffix(".weight")
     names = (module, module.replace("model.", "model.language_model.", 1))
-    for key in ("dynamic", "extra_config"):
-        if not (rules := read_settings_by_module(settings, key)):
-            continue
-        matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
-        rule = next((n for n in names if n in rules), None) or next(matching, None)
-        return settings if rule is None else {**settings, **rules[rule]}
-    return settings
+    rules = list_rules(settings)
+    matching = (r for r, pattern in patterns(tuple(rules)) if any(map(pattern.search, names)))
+    rule = next((n for n in names if n in rules), None) or next(matching, None)
+    return settings if rule is None else {**settings, **rules[rule]}
 
 
 @cache
@@ -321,9 +295,8 @@ def find_unread_auto_round(settings: Mapping[str, Any]) -> str | None:
 
 def is_awq(settings: Mapping[str, Any]) -> bool:
     method = settings.get("quant_method")
-    return method == "awq" or (
-        method == "auto-round" and "awq" in str(settings.get("packing_format"))
-    )
+    by_auto_round = method == "auto-round" and "awq" in name_packing(settings)
+    return method == "awq" or by_auto_round
 
 
 def find_unread_awq(settings: Mapping[str, Any]) -> str | None:

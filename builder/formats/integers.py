@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mtpbuild.builder.formats.format import (
     Entry,
     Format,
     FormatModule,
+    Parts,
     ReadFormat,
+    Settings,
     Shape,
     refuse_out_of_range,
 )
@@ -29,8 +33,7 @@ class Integers(Format):
 
     W = (value - zero) * weight_scale, with zero = 2 ** (bits - 1); in int4 the low nibble comes
     first. Scales are fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight. Scales that
-    are subnormal in fp16 are rounded away from zero. Our older checkpoints have fp32 scales, which
-    engines do not keep.
+    are subnormal in fp16 are rounded away from zero.
 
     offsets: what a block has after its scale, in engines alone: "zeros", a byte that is subtracted
     from its values besides, or "minima", in fp16, for W = value * weight_scale + minimum.
@@ -40,101 +43,61 @@ class Integers(Format):
     suffixes: tuple[str, ...] = ("", "_scale")
     packs = True
 
-    def __init__(self, bits: int, scales: str = "F16", offsets: str | None = None) -> None:
-        self.name, self.bits, self.zero, self._scales = f"int{bits}", bits, 1 << bits - 1, scales
+    def __init__(self, bits: int, offsets: str | None = None) -> None:
+        self.name = f"int{bits}"
+        self.bits = bits
+        self.zero = 1 << bits - 1
         self.offsets = offsets
         self.looks_up = bits == 8 and offsets is None
         self.joined_bytes = BLOCK * bits // 8  # of a block's values when weights are joined
 
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        """Return whether a uint8 weight has this format's bits, by its shape, and its scales."""
-        weight, scale = entries[name], entries.get(f"{name}_scale")
-        if weight.dtype != "U8" or scale is None or scale.dtype == "F8_E4M3":
-            return False
-        if len(weight.shape) == 2:
-            return False  # MXFP4's, or ModelOpt's integers
-        bits = 4 if weight.shape[-1] == BLOCK // 2 else 8
-        return bits == self.bits and (scale.dtype == "F32") == (self._scales == "F32")
-
-    @property
-    def engine_format(self) -> Integers:
-        return self if self.offsets else {4: INT4, 8: INT8}[self.bits]
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cast fp32 scales to fp16; if that is not exact, quantise the weight again."""
-        if self is self.engine_format:
-            return parts
-        scales = parts["_scale"].half()
-        if scales.is_meta or torch.equal(scales.float(), parts["_scale"]):
-            return parts | {"_scale": scales}
-        weight = self.decode(parts)
-        refuse_out_of_range(self.engine_format, name, weight)
-        return self.engine_format.encode(weight)
-
-    def hold(
-        self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def hold(self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Parts:
         """Return the parts of (values - zeros) * scales, as they are.
 
-        values: [N, K], signed; scales and zeros: [N, groups of columns]. Where fp16 does not have
-        the scales, they are rounded, or the weight is quantised again, whichever is closer.
+        values: [N, K], signed; scales and zeros: [N, K / 32]. Where fp16 does not have the scales,
+        they are rounded, or the weight is quantised again, whichever is closer.
         """
-        times = values.shape[1] // scales.shape[1] // BLOCK
-        scales = scales.float().repeat_interleave(times, dim=1)
-        codes = (values.to(torch.int16) + self.zero).to(torch.uint8).unflatten(1, (-1, BLOCK))
+        scales = scales.float()
         rounded = self._round_scales(scales)
+        zeros = None if zeros is None else zeros.to(torch.int8)
+        held = self.collect((values.short() + self.zero).byte(), rounded, zeros)
+        if torch.equal(rounded.float(), scales):
+            return held
         whole = values.unflatten(1, (-1, BLOCK)).float()
         if zeros is not None:
-            zeros = zeros.to(torch.int8).repeat_interleave(times, dim=1)
             whole -= zeros.float()[..., None]
-        held = {"": self._pack_nibbles(codes), "_scale": self._add_offsets(rounded, zeros)}
-        if scales.is_meta or torch.equal(rounded.float(), scales):
-            return held
         weight = (whole * scales[..., None]).flatten(1)
         refuse_out_of_range(self, name, weight)
         both = held, self.encode(weight)
         return min(both, key=lambda parts: (self.decode(parts) - weight).square().sum().item())
 
-    def collect(self, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """Return the parts of codes [N, K] and scales [N, K / 32]."""
-        values = self._pack_nibbles(codes.unflatten(1, (-1, BLOCK)))
-        return {"": values.contiguous(), "_scale": scales.contiguous()}
-
-    def shift(self, codes: Tensor, scales: Tensor, minima: Tensor) -> dict[str, Tensor]:
+    def shift(self, codes: Tensor, scales: Tensor, minima: Tensor) -> Parts:
         """Return the parts of codes * scales + minima, both rounded to fp16 where it lacks them.
 
-        codes: uint8 [N, K]; scales and minima: [N, groups of columns].
+        codes: uint8 [N, K]; scales and minima: [N, K / 32]. Numbers beyond fp16 become its largest.
         """
-        times = codes.shape[1] // scales.shape[1] // BLOCK
-        halves = (
-            self._limit_to_fp16(each).repeat_interleave(times, dim=1) for each in (scales, minima)
-        )
-        codes = codes.unflatten(1, (-1, BLOCK))
-        return {"": self._pack_nibbles(codes), "_scale": self._add_offsets(*halves)}
-
-    def _limit_to_fp16(self, numbers: Tensor) -> Tensor:
-        """Round numbers to fp16, the largest where they are beyond it."""
         info = torch.finfo(torch.float16)
-        return numbers.float().clamp(info.min, info.max).half()
+        halves = (each.float().clamp(info.min, info.max).half() for each in (scales, minima))
+        return self.collect(codes, *halves)
+
+    def collect(self, codes: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Parts:
+        """Return the parts of codes [N, K], and of scales and offsets [N, K / 32]."""
+        values = self._pack_nibbles(codes.unflatten(1, (-1, BLOCK)))
+        return {"": values.contiguous(), "_scale": self._add_offsets(scales, offsets)}
 
     def _pack_nibbles(self, codes: Tensor) -> Tensor:
         return codes[..., 0::2] | codes[..., 1::2] << 4 if self.bits == 4 else codes
 
     @property
-    def scales(self) -> torch.dtype:
-        return Entry(self._scales, ()).type
-
-    @property
     def most(self) -> float:
-        largest = torch.finfo(self.scales).max
+        largest = torch.finfo(torch.float16).max
         # A minimum is a scale times -zero, and int4's may be a scale for -6.5.
         return largest * self.zero if self.offsets != "minima" else largest * 6.5 / 8
 
     def sum_coarse(self, weight: Tensor) -> Tensor:
         tops = weight.reshape(-1, BLOCK).abs().amax(-1).double()
-        limit = FINEST * self.zero if self.scales == torch.float16 else 0.0
         squares = tops.square()
-        return torch.stack([squares[tops < limit].sum(), squares.sum()])
+        return torch.stack([squares[tops < FINEST * self.zero].sum(), squares.sum()])
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
@@ -142,7 +105,7 @@ class Integers(Format):
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
         packed = Entry("U8", (rows, blocks, BLOCK * self.bits // 8))
-        scale = Entry(self._scales, (rows, blocks))
+        scale = Entry("F16", (rows, blocks))
         if self.offsets:
             scale = Entry("U8", (rows, blocks, 3 if self.offsets == "zeros" else 4))
         return {"": packed, "_scale": scale}
@@ -152,16 +115,13 @@ class Integers(Format):
 
         return dequantise(parts[""], parts["_scale"], self.bits)
 
-    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-        blocks = weight.reshape(-1, BLOCK)
-        encoded = [self._encode_blocks(group) for group in blocks.split(GROUP)]
-        values, scales = map(torch.cat, zip(*encoded, strict=True))
-        shape = *weight.shape[:1], weight.shape[1] // BLOCK
-        width = BLOCK * self.bits // 8
-        return {
-            "": values.reshape(*shape, width),
-            "_scale": self._add_offsets(scales.reshape(shape)),
-        }
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> Parts:
+        codes, scales = list[Tensor](), list[Tensor]()
+        for blocks in weight.reshape(-1, BLOCK).split(GROUP):
+            scales.append(self.fit_scales(blocks))
+            codes.append(self.codes(blocks, scales[-1]))
+        rows = len(weight)
+        return self.collect(torch.cat(codes).view(rows, -1), torch.cat(scales).view(rows, -1))
 
     def _add_offsets(self, scales: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return scales with offsets if the format has them; None: those of its usual zero."""
@@ -176,11 +136,6 @@ class Integers(Format):
             if offsets.isinf().any():
                 raise CheckpointError("is too large for minima in fp16, which it is joined with")
         return with_offsets(scales, offsets)
-
-    def _encode_blocks(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode blocks [n, 32] as values [n, 16 or 32] and scales [n]."""
-        scales = self.fit_scales(blocks)
-        return self._pack_nibbles(self.codes(blocks, scales)), scales.squeeze(-1)
 
     def fit_scales(self, blocks: Tensor) -> Tensor:
         """Return the scales [n, 1] of blocks [n, 32]."""
@@ -234,11 +189,11 @@ class Integers(Format):
 
     def _round_scales(self, scales: Tensor) -> Tensor:
         """Round scales to the nearest value of their type; round subnormal ones away from zero."""
-        info = torch.finfo(self.scales)
+        info = torch.finfo(torch.float16)
         scales = scales.clamp(info.min, info.max)
         step = info.smallest_normal * info.eps  # between subnormal numbers
         away = (scales.abs() / step).ceil().mul(step).copysign(scales)
-        return torch.where(scales.abs() < info.smallest_normal, away, scales).to(self.scales)
+        return torch.where(scales.abs() < info.smallest_normal, away, scales).half()
 
 
 def _sum_rows(x: Tensor) -> Tensor:
@@ -249,12 +204,23 @@ def _sum_rows(x: Tensor) -> Tensor:
     return x[0]
 
 
-INT8, INT4 = Integers(8), Integers(4)
-MOVED = {bits: Integers(bits, offsets="zeros") for bits in (4, 8)}
-SHIFTED = {bits: Integers(bits, offsets="minima") for bits in (4, 8)}
-WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
+INT8 = Integers(8)
+INT4 = Integers(4)
+USUAL = {4: INT4, 8: INT8}  # by bits
+MOVED = {bits: Integers(bits, "zeros") for bits in USUAL}  # with zero points
+SHIFTED = {bits: Integers(bits, "minima") for bits in USUAL}  # with a minimum for each block
+
+
+def find_format(name: str, entries: Mapping[str, Entry], settings: Settings) -> Format | None:
+    weight = entries[name]
+    if weight.dtype != "U8" or len(weight.shape) != 3 or f"{name}_scale" not in entries:
+        return None
+    return INT4 if weight.shape[-1] == BLOCK // 2 else INT8
+
+
 MODULE = FormatModule(
-    formats=(INT8, INT4, *WIDE.values()),
+    find=find_format,
+    formats=(INT8, INT4),
     methods={"mtpbuild": lambda settings: None},
     reads="what `mtpbuild quantize` writes",
 )
@@ -290,8 +256,7 @@ def join_integers(formats: tuple[Integers, ...], outputs: tuple[int, ...]) -> In
     bits, offsets = [format.bits for format in formats], {format.offsets for format in formats}
     if {"zeros", "minima"} <= offsets:
         return INT8  # to which these are rounded
-    usual = {4: INT4, 8: INT8}
-    same = SHIFTED if "minima" in offsets else MOVED if "zeros" in offsets else usual
+    same = SHIFTED if "minima" in offsets else MOVED if "zeros" in offsets else USUAL
     if len({*bits}) == 1:
         return same[bits[0]]
     count = bits.index(8)
@@ -301,8 +266,76 @@ def join_integers(formats: tuple[Integers, ...], outputs: tuple[int, ...]) -> In
     return MixedIntegers(formats, fours, sum(outputs) - fours)
 
 
-class BlockMinima(ReadFormat):
-    """int4 in blocks of 32 columns: W = value * weight_scale + weight_minimum, both in fp32."""
+class GroupedValues(NamedTuple):
+    """The numbers of a weight whose columns share scales in groups."""
+
+    values: Tensor  # integers [out, in]
+    scales: Tensor  # [out, groups]
+    zeros: Tensor | None  # [out, groups]
+    groups: Tensor  # of each column [in]
+
+
+class GroupedIntegers(ReadFormat):
+    """Integers of other projects, whose columns share scales in groups.
+
+    W[n, k] = (value[n, k] - zero[n, g]) * scale[n, g], with g = groups[k].
+
+    integers: the engine's format that has the same values, None if there is none.
+    """
+
+    integers: Integers | None
+
+    @property
+    def engine_format(self) -> Format:
+        return self.integers or self
+
+    @abstractmethod
+    def unpack(self, parts: Mapping[str, Tensor]) -> GroupedValues:
+        """Return the weight's numbers."""
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values, scales, zeros, groups = self.unpack(parts)
+        whole = values if zeros is None else values - zeros[:, groups]
+        return whole.float().mul_(scales.float()[:, groups])
+
+    def to_engine_format(self, name: str, parts: Parts) -> Parts:
+        if self.integers is None:
+            return parts
+        values, scales, zeros, groups = self.unpack(parts)
+        blocks = groups[::BLOCK]
+        zeros = None if zeros is None else zeros[:, blocks]
+        return self.integers.hold(name, values, scales[:, blocks], zeros)
+
+
+class ShiftedIntegers(ReadFormat):
+    """Integers of other projects with a scale and a minimum, the last two parts, for each group.
+
+    W = value * scale + minimum. Integers stay in engines if groups are whole blocks of ours.
+    """
+
+    @property
+    def engine_format(self) -> Format:
+        return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
+
+    @abstractmethod
+    def unpack(self, values: Tensor) -> Tensor:
+        """Return the codes [N, K] in the weight's first part."""
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        codes = self.unpack(parts[""]).unflatten(1, (-1, self.block))
+        scales, minima = (parts[suffix].float()[..., None] for suffix in self.suffixes[1:])
+        return codes.float().mul_(scales).add_(minima).flatten(1)
+
+    def to_engine_format(self, name: str, parts: Parts) -> Parts:
+        if not isinstance(kept := self.engine_format, Integers):
+            return parts
+        times = self.block // BLOCK
+        halves = (parts[suffix].repeat_interleave(times, dim=1) for suffix in self.suffixes[1:])
+        return kept.shift(self.unpack(parts[""]), *halves)
+
+
+class BlockMinima(ShiftedIntegers):
+    """int4 in blocks of 32 columns, with scales and minima in fp32."""
 
     bits, block = 4, BLOCK
     suffixes: tuple[str, ...] = ("", "_scale", "_minimum")
@@ -310,28 +343,13 @@ class BlockMinima(ReadFormat):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @property
-    def engine_format(self) -> Integers:
-        return SHIFTED[self.bits]
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        codes = _unpack_nibbles(parts[""])
-        return self.engine_format.shift(codes, parts["_scale"], parts["_minimum"])
-
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
         each = Entry("F32", (rows, blocks))
         return {"": Entry("U8", (rows, blocks, BLOCK // 2)), "_scale": each, "_minimum": each}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = _unpack_nibbles(parts[""]).float().unflatten(1, (-1, BLOCK))
-        scales, minima = (parts[suffix][..., None] for suffix in self.suffixes[1:])
-        return (values * scales + minima).flatten(1)
-
-
-def _unpack_nibbles(nibbles: Tensor) -> Tensor:
-    """Split bytes [N, blocks, 16] into codes [N, K]."""
-    return torch.stack([nibbles & 0xF, nibbles >> 4], dim=-1).flatten(1)
+    def unpack(self, values: Tensor) -> Tensor:
+        return torch.stack([values & 0xF, values >> 4], dim=-1).flatten(1)
 
 
 def count_coarse_blocks(scales: Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
-from mtpbuild.builder.formats.integers import BLOCK, SHIFTED, Integers
+from mtpbuild.builder.formats.integers import ShiftedIntegers
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
 from mtpbuild.builder.formats.scaled import Mxfp4, ScaledValues
 from mtpbuild.builder.lazy_torch import Tensor, torch
@@ -20,24 +20,16 @@ MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 SCALES, BIASES, GLOBAL = "_scales", "_biases", "_global_scale"
 
 
-class MlxIntegers(ReadFormat):
+class MlxIntegers(ShiftedIntegers):
     """W = code * scales + biases, both of a group; codes are a row's bits, the lowest first."""
 
     suffixes: tuple[str, ...] = ("", SCALES, BIASES)
 
     def __init__(self, bits: int, group: int, scales: str) -> None:
-        self.name, self.bits, self.block, self._scales = f"mlx int{bits}", bits, group, scales
-
-    @property
-    def engine_format(self) -> Format:
-        """Integers stay with their biases, if groups are whole blocks of ours."""
-        return self if self.block % BLOCK else SHIFTED[4 if self.bits <= 4 else 8]
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        kept = self.engine_format
-        if not isinstance(kept, Integers):
-            return parts
-        return kept.shift(self._unpack_codes(parts[""]), parts[SCALES], parts[BIASES])
+        self.name = f"mlx int{bits}"
+        self.bits = bits
+        self.block = group
+        self._scales = scales
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % self.block == 0 and shape[1] * self.bits % WORD == 0
@@ -48,13 +40,8 @@ class MlxIntegers(ReadFormat):
         words = Entry("U32", (rows, dense(columns, self.bits)))
         return {"": words, SCALES: group, BIASES: group}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        codes = self._unpack_codes(parts[""]).unflatten(1, (-1, self.block))
-        scales, biases = (parts[suffix].float()[..., None] for suffix in (SCALES, BIASES))
-        return codes.float().mul_(scales).add_(biases).flatten(1)
-
-    def _unpack_codes(self, words: Tensor) -> Tensor:
-        return unpack_stream(words, self.bits, words.shape[1] * WORD // self.bits, dense)
+    def unpack(self, values: Tensor) -> Tensor:
+        return unpack_stream(values, self.bits, values.shape[1] * WORD // self.bits, dense)
 
 
 class MlxFloats(ReadFormat):
@@ -66,7 +53,8 @@ class MlxFloats(ReadFormat):
 
     def __init__(self, format: Format, scaled: bool = False) -> None:
         self.name = f"mlx {format.name}"
-        self.bits, self.block = format.bits, format.block
+        self.bits = format.bits
+        self.block = format.block
         self._own = format
         self.suffixes = ("", SCALES, *((GLOBAL,) * scaled))
 

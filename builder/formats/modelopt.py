@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
-from mtpbuild.builder.formats.integers import BLOCK, INT4
+from mtpbuild.builder.formats.integers import BLOCK, INT4, GroupedIntegers, GroupedValues
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -20,7 +20,7 @@ READ = {
 }
 
 
-class RowPairs(ReadFormat):
+class RowPairs(GroupedIntegers):
     """ModelOpt's int4: W = value * weight_scale, one scale for some columns of a row.
 
     A byte has the values of two rows, the even row's in its low nibble, in two's complement.
@@ -30,18 +30,10 @@ class RowPairs(ReadFormat):
     suffixes: tuple[str, ...] = ("", "_scale")
 
     def __init__(self, columns: int, scales: str) -> None:
-        self.name, self.block, self._scales = f"int4 by {columns} columns", columns, scales
-
-    @property
-    def engine_format(self) -> Format:
-        return self if self.block % BLOCK else INT4
-
-    def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return (
-            parts
-            if self.engine_format is self
-            else INT4.hold(name, self._unpack_values(parts), parts["_scale"])
-        )
+        self.name = f"int4 by {columns} columns"
+        self.block = columns
+        self.integers = None if columns % BLOCK else INT4
+        self._scales = scales
 
     def fits(self, shape: Shape) -> bool:
         return shape[0] % 2 == 0 and shape[1] % self.block == 0
@@ -51,14 +43,15 @@ class RowPairs(ReadFormat):
         scale = Entry(self._scales, (rows, columns // self.block))
         return {"": Entry("U8", (rows // 2, columns)), "_scale": scale}
 
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = self._unpack_values(parts).float().unflatten(1, (-1, self.block))
-        return values.mul_(parts["_scale"].float()[..., None]).flatten(1)
+    def unpack(self, parts: Mapping[str, Tensor]) -> GroupedValues:
+        groups = torch.arange(parts[""].shape[1]) // self.block
+        return GroupedValues(unpack_pairs(parts[""]), parts["_scale"], None, groups)
 
-    @staticmethod
-    def _unpack_values(parts: Mapping[str, Tensor]) -> Tensor:
-        pairs = parts[""].view(torch.int8)
-        return torch.stack([pairs << 4 >> 4, pairs >> 4], dim=1).flatten(0, 1)
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """Split bytes [N / 2, K] into the values of two rows each."""
+    pairs = packed.view(torch.int8)
+    return torch.stack([pairs << 4 >> 4, pairs >> 4], dim=1).flatten(0, 1)
 
 
 class ScaledInputs(ReadFormat):
@@ -85,13 +78,13 @@ def find_format(
     weight, scale = entries[name], entries.get(f"{name}_scale")
     if weight.dtype != "U8" or scale is None or len(weight.shape) != 2:
         return None
-    if scale.dtype == "F8_E4M3":
+    inputs = entries.get(f"{name}{INPUTS}")
+    if scale.dtype == "F8_E4M3" and inputs is not None:
         format: Format = NVFP4
     elif scale.dtype in DTYPES and len(scale.shape) == 2 and scale.shape[1]:
         format = _row_pairs(weight.shape[1] // scale.shape[1], scale.dtype)
     else:
         return None
-    inputs = entries.get(f"{name}{INPUTS}")
     return format if inputs is None else _scaled_inputs(format, inputs.dtype)
 
 
@@ -100,14 +93,12 @@ _row_pairs, _scaled_inputs = cache(RowPairs), cache(ScaledInputs)
 
 def find_unread_algorithm(settings: Mapping[str, Any]) -> str | None:
     """Return the first of ModelOpt's settings that is not read; None if all are."""
-    algorithm, layers = settings.get("quant_algo"), settings.get("quantized_layers")
-    algorithms = [algorithm]
-    if algorithm == MIXED and isinstance(layers, Mapping):
-        algorithms = [
-            each.get("quant_algo") for each in layers.values() if isinstance(each, Mapping)
-        ]
-    unknown = [each for each in map(str, algorithms) if each not in READ]
-    return f"modelopt {unknown[0]}" if unknown else None
+    parts, layers = [settings], settings.get("quantized_layers")
+    if settings.get("quant_algo") == MIXED and isinstance(layers, Mapping):
+        parts = [part for part in layers.values() if isinstance(part, Mapping)]
+    algorithms = (str(part.get("quant_algo")) for part in parts)
+    unknown = next((name for name in algorithms if name not in READ), None)
+    return unknown and f"modelopt {unknown}"
 
 
 def name_algorithm(settings: Mapping[str, Any], module: str) -> str:

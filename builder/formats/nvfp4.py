@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Shape
+from mtpbuild.builder.formats.format import Entry, Format, FormatModule, Settings, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -21,15 +21,6 @@ class Nvfp4(Format):
     name, bits, block = "nvfp4", 4, GROUP
     suffixes: tuple[str, ...] = ("", "_scale", "_scale_2")
     needs_amax = True
-
-    def stores(self, name: str, entries: Mapping[str, Entry]) -> bool:
-        scale = entries.get(f"{name}_scale")
-        if entries[name].dtype != "U8" or scale is None or scale.dtype != "F8_E4M3":
-            return False
-        if f"{name}_pre_quant_scale" in entries:
-            return False  # see modelopt.py
-        divides = f"{name}_global_scale" in entries
-        return self.suffixes[2] == ("_global_scale" if divides else "_scale_2")
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
@@ -127,4 +118,14 @@ def pack(values: Tensor) -> Tensor:
 
 
 NVFP4 = Nvfp4()
-MODULE = FormatModule(formats=(NVFP4, CompressedTensorsNvfp4()))
+WITH_DIVISOR = CompressedTensorsNvfp4()
+
+
+def find_format(name: str, entries: Mapping[str, Entry], settings: Settings) -> Format | None:
+    scale = entries.get(f"{name}_scale")
+    if entries[name].dtype != "U8" or scale is None or scale.dtype != "F8_E4M3":
+        return None
+    return WITH_DIVISOR if f"{name}_global_scale" in entries else NVFP4
+
+
+MODULE = FormatModule(find=find_format, formats=(NVFP4,))

@@ -65,6 +65,13 @@ class ScaledValues(ReadFormat):
                 scales = scales.repeat_interleave(side, dim=axis).narrow(axis, 0, size)
         return scales
 
+    def _spread_to_blocks(self, scales: Tensor, shape: Shape) -> Tensor:
+        """Expand scales of groups of columns to [rows, blocks of our integers]."""
+        rows, columns = shape
+        group = self._sides[1] or columns
+        wide = scales.reshape(-1, columns // group).repeat_interleave(group // BLOCK, dim=1)
+        return wide.expand(rows, -1)
+
     @property
     def engine_format(self) -> Format:
         if self._scale.dtype in POWERS:
@@ -79,11 +86,9 @@ class ScaledValues(ReadFormat):
     def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
         values, scales = parts[""], parts["_scale"].float()
         if isinstance(kept := self.engine_format, Integers):
-            groups = values.shape[1] // (self._sides[1] or values.shape[1])
-            scales = scales.reshape(-1, groups).expand(len(values), -1)
-            if (zeros := parts.get("_zero_point")) is not None:
-                zeros = zeros.reshape(-1, groups).expand(len(values), -1)
-            return kept.hold(name, values, scales, zeros)
+            zeros = parts.get("_zero_point")
+            zeros = None if zeros is None else self._spread_to_blocks(zeros, values.shape)
+            return kept.hold(name, values, self._spread_to_blocks(scales, values.shape), zeros)
         if self.engine_format is FP8:
             grid = FP8.parts(tuple(values.shape))["_scale_inv"].shape
             return {"": values, "_scale_inv": scales.reshape(1, 1).expand(grid).contiguous()}

@@ -67,23 +67,32 @@ class RawTensor:
             data = data.view({"F32": "<f4", "F16": "<f2"}[self.type])
         return dequantize(data, GGMLQuantizationType[self.type]).astype(np.float32, copy=False)
 
-    def shifted(self, blocks: Bytes) -> dict[str, npt.NDArray[Any]]:
-        """Split blocks [rows, blocks, bytes] of Q4_1 or Q4_K into the parts of `BlockMinima`."""
+    def split(self, blocks: Bytes) -> dict[str, npt.NDArray[Any]]:
+        """Split blocks [rows, blocks, bytes] into the parts of our integers or of `BlockMinima`.
+
+        Those of Q8_0 and Q4_0 begin with a scale, those of Q4_1 and Q4_K with a minimum after it.
+        """
         from gguf.quants import Q4_K
 
-        halves = np.ascontiguousarray(blocks[..., :4]).view("<f2").astype(np.float32)
-        scales, minima = halves[..., :1], halves[..., 1:]
-        if self.type == "Q4_1":  # a byte has elements j and j + 16 of its block
-            codes = np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], axis=-1)
-        else:  # elements j and j + 32 of 64
+        start = 2 if self.type.endswith("_0") else 4
+        halves = np.ascontiguousarray(blocks[..., :start]).view("<f2")
+        if self.type == "Q8_0":
+            return {"": blocks[..., 2:] ^ 0x80, "_scale": halves[..., 0]}  # q + 128, unsigned
+        scales, minima = halves[..., :1].astype(np.float32), halves[..., 1:].astype(np.float32)
+        if self.type == "Q4_K":  # a byte has elements j and j + 32 of 64
             factors = Q4_K.get_scale_min(np.ascontiguousarray(blocks[..., 4:16]).reshape(-1, 12))
             sizes = (each.reshape(*blocks.shape[:2], 8).astype(np.float32) for each in factors)
             scales, minima = (a * b for a, b in zip((scales, -minima), sizes, strict=True))
             pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32)
             codes = np.concatenate([pairs & 15, pairs >> 4], axis=-2)
+        else:  # elements j and j + 16 of its block
+            codes = np.concatenate([blocks[..., start:] & 15, blocks[..., start:] >> 4], axis=-1)
         rows, codes = len(blocks), codes.reshape(len(blocks), -1, 32)
+        values = codes[..., 0::2] | codes[..., 1::2] << 4  # ours has neighbours, the even one first
+        if self.type == "Q4_0":
+            return {"": values, "_scale": halves[..., 0]}
         return {
-            "": codes[..., 0::2] | codes[..., 1::2] << 4,
+            "": values,
             "_scale": scales.reshape(rows, -1),
             "_minimum": minima.reshape(rows, -1),
         }
@@ -216,7 +225,9 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
         kind = kinds.get(info.type)
         if kind is None or kind.name not in READ:
             named = f"number {info.type}" if kind is None else kind.name
-            raise CheckpointError(f"{path}: {info.name}: {refuse_type(named)}")
+            raise CheckpointError(
+                f"{path}: {info.name}: type {named} is not read; supported: {', '.join(READ)}"
+            )
         block, nbytes = GGML_QUANT_SIZES[kind]
         if info.shape[-1] % block:
             raise CheckpointError(
@@ -229,7 +240,3 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
             )
         tensors[info.name] = RawTensor(path, info.name, kind.name, info.shape, block, nbytes, place)
     return header.keys, tensors
-
-
-def refuse_type(kind: str) -> str:
-    return f"type {kind} is not read; supported: {', '.join(READ)}"

@@ -13,15 +13,18 @@ import numpy.typing as npt
 
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import GgmlFormat
-from mtpbuild.builder.formats.integers import BLOCK, BlockMinima
-from mtpbuild.builder.gguf.container import Bytes, Floats, RawTensor
+from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, BlockMinima
+from mtpbuild.builder.gguf.container import Floats, RawTensor
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 Change: TypeAlias = "Callable[..., Floats]"
 Order = npt.NDArray[np.intp]
-# Types whose blocks are those of our own integers: bits of a value.
-INTEGERS = {"Q8_0": 8, "Q4_0": 4}
-MINIMA = {kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")}  # with other blocks
+# Types whose codes engines keep.
+INTEGERS: dict[str, Format] = {
+    "Q8_0": INT8,
+    "Q4_0": INT4,
+    **{kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")},
+}
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 decoded = cache(GgmlFormat)  # formats are compared by `is`
 
@@ -71,39 +74,31 @@ class GgufWeight:
         return self.tensors[0].file
 
     @property
-    def bits(self) -> int | None:
-        """Return the bits of our integers whose blocks these are; None if they are others."""
+    def integers(self) -> Format | None:
+        """The format of a weight whose codes engines keep; None for other weights."""
         (kind, *others) = {tensor.type for tensor in self.tensors}
-        bits = MINIMA[kind].bits if kind in MINIMA else INTEGERS.get(kind)
-        if others or bits is None or self.change is not None or self.as_floats:
-            return None
         splits = self.columns is not None and self.columns.width % BLOCK
-        return None if splits or len(self.shape) != 2 else bits
+        if others or splits or self.change is not None or self.as_floats or len(self.shape) != 2:
+            return None
+        return INTEGERS.get(kind)
 
     @property
     def format(self) -> Format | None:
-        """Return the format of a weight whose blocks are not those of our own integers."""
-        if self.bits is not None:
-            return MINIMA.get(self.tensors[0].type)
+        """The weight's format; None if it is read as floats of the file."""
+        if (integers := self.integers) is not None:
+            return integers
         kinds = sorted({tensor.type for tensor in self.tensors} - FLOATS.keys())
         return decoded(" and ".join(kinds).lower()) if kinds and not self.as_floats else None
 
     def entries(self) -> Iterator[tuple[str, Entry, GgufWeight]]:
         """Yield the name, the header entry and the source of each tensor that stores the weight."""
-        if (bits := self.bits) is None:
+        if (integers := self.integers) is None:
             kinds = {tensor.type for tensor in self.tensors}
             kind = min(kinds) if len(kinds) == 1 and self.change is None else "F32"
             yield self.name, Entry(kind if kind in FLOATS else "F32", self.shape), self
             return
-        if (format := self.format) is not None:
-            for suffix, entry in format.parts(self.shape).items():
-                yield self.name + suffix, entry, replace(self, suffix=suffix)
-            return
-        rows, blocks = self.shape[0], self.shape[1] // BLOCK
-        codes = Entry("U8", (rows, blocks, BLOCK * bits // 8))
-        yield self.name, codes, replace(self, suffix="")
-        scales = Entry("F16", (rows, blocks))
-        yield f"{self.name}_scale", scales, replace(self, suffix="_scale")
+        for suffix, entry in integers.parts(self.shape).items():
+            yield self.name + suffix, entry, replace(self, suffix=suffix)
 
     def read(self) -> Tensor:
         """Read the tensor that its entry describes."""
@@ -119,11 +114,8 @@ class GgufWeight:
         tensor = self.tensors[0]
         blocks = np.concatenate([each.read(self.expert) for each in self.tensors])
         blocks = blocks[self.part or slice(None)]
-        if self.suffix is not None and tensor.type in MINIMA:
-            part = self._reorder(tensor.shifted(blocks)[self.suffix], BLOCK)
-            return torch.from_numpy(part)
         if self.suffix is not None:
-            return self._read_integers(self._reorder(blocks, tensor.block))
+            return torch.from_numpy(self._reorder(tensor.split(blocks)[self.suffix], BLOCK))
         if tensor.type in FLOATS:
             dtype: torch.dtype = getattr(torch, FLOATS[tensor.type])
             values = np.ascontiguousarray(self._reorder(blocks))
@@ -137,15 +129,3 @@ class GgufWeight:
         if self.columns is not None:
             values = values[:, self.columns.grouped(unit)]
         return np.ascontiguousarray(values)
-
-    def _read_integers(self, blocks: Bytes) -> Tensor:
-        """Return the codes or the scales of blocks as our own integers have them."""
-        if self.suffix == "_scale":
-            scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
-            return torch.from_numpy(np.ascontiguousarray(scales))
-        codes = blocks[..., 2:]
-        if self.bits == 8:
-            return torch.from_numpy(codes ^ 0x80)  # q + 128, unsigned
-        # A byte has elements j and j + 16 of its block; ours have neighbours, the even one first.
-        values = np.concatenate([codes & 0xF, codes >> 4], axis=-1)
-        return torch.from_numpy(values[..., 0::2] | values[..., 1::2] << 4)

@@ -42,14 +42,6 @@ MODULE_LAYER = {  # of an MTP module that is a layer after the trunk's
 LayerTensors = dict[str, RawTensor]  # by name in the layer
 
 
-def merge_nothing(file: GgufFile, layer: str, tensors: LayerTensors) -> Iterator[GgufWeight]:
-    return iter(())
-
-
-def keep_values(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
-    return weight
-
-
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of GGUF files that a family reads.
@@ -62,12 +54,13 @@ class Architecture:
     name: str  # key general.architecture
     config: Callable[[GgufFile], Config]  # config.json; it may leave out the family's model_type
     tensors: Mapping[str, str]  # of a layer, such as LAYER
-    # Beginning of the key tokenizer.ggml.pre, if families share an architecture.
-    tokenizer: str = ""
+    tokenizer: str = ""  # beginning of tokenizer.ggml.pre, if families share an architecture
     splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
-    merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = merge_nothing
-    restore: Callable[[GgufFile, str, GgufWeight], GgufWeight] = keep_values
+    merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = (
+        lambda file, layer, tensors: iter(())
+    )
+    restore: Callable[[GgufFile, str, GgufWeight], GgufWeight] = lambda file, name, weight: weight
 
 
 def list_weights(file: GgufFile, architecture: Architecture) -> Iterator[GgufWeight]:
@@ -108,9 +101,7 @@ def _list_layer_weights(
         renamed = names.get(name) or (f"{names[stem]}.{ending}" if stem in names else name)
         # A module's weights beside its layer have names of their own.
         full = renamed if renamed.startswith("mtp.") else f"{layer}.{renamed}"
-        router = full.endswith(
-            "mlp.gate.weight"
-        )  # in floats, as engines of quantised files have it
+        router = full.endswith("mlp.gate.weight")  # floats, as engines of quantised files have it
         weight = GgufWeight(full, tensor.shape, (tensor,), as_floats=router)
         yield architecture.restore(file, name, weight)
 

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checkpoint.hub_cache import find_cached_snapshot
-from mtpbuild.builder.checkpoint.readable import refuse_folder
+from mtpbuild.builder.checkpoint.readable import refuse_quantised
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.gguf.choice import ENDING
 from mtpbuild.builder.models import refuse_class
@@ -177,7 +177,8 @@ def find_model(
     if folder is None:
         raise named.missing(revision)
     refuse_class(folder / CONFIG)  # nobody asks for another format of a model that isn't built
-    refuse_folder(folder, suggest_instead_of(named.repository or folder.resolve().name))
+    instead = suggest_instead_of(named.repository or folder.resolve().name)
+    refuse_quantised(folder, folder, instead)
     return FoundModel(named.name, named.engine, find_checkpoint_folder(folder))
 
 

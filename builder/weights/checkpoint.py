@@ -88,8 +88,6 @@ class Loss:
 
     def after(self, weight: Tensor, parts: Mapping[str, Tensor], format: Format) -> Loss:
         """Return the loss with that of one more weight, or of some of its rows."""
-        if weight.is_meta:
-            return self  # a dry run has no values
         changes = (format.decode(parts).view_as(weight) - weight).double().square().sum().item()
         return self + Loss(changes, weight.double().square().sum().item())
 
@@ -109,12 +107,11 @@ class Checkpoint:
 
     def format(self, name: str) -> Format | None:
         """Return the number format of a weight; None if it is not quantised."""
-        settings = self.settings
-        if self.joined and name in self.tensors:
-            settings = self.joined.get(self.tensors[name].file, settings)
-        entry = self.tensors.get(name)
-        source_format = None if entry is None or entry.source is None else entry.source.format
-        return source_format or find_stored_format(name, self.tensors, settings)
+        entry = self.tensors[name]
+        if entry.source is not None and entry.source.format is not None:
+            return entry.source.format
+        settings = self.joined.get(entry.file, self.settings)
+        return find_stored_format(name, self.tensors, settings)
 
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32, dequantised; raise CheckpointError if it has NaN or Inf."""
@@ -147,7 +144,7 @@ class Checkpoint:
         assert format is not None
         kept = format.engine_format
         if held is not None and choose_read_format(format, held) is not kept:
-            return encode_anew(self, name, held)
+            return encode_anew(name, self.read(name), held, self.losses)
         stored = self.parts(name)
         parts = format.to_engine_format(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
@@ -163,34 +160,36 @@ class Checkpoint:
         if self.format(name) is not None or entry.part is not None or entry.source is not None:
             yield from self.read(name).split(PIECE)
             return
-        for start in range(0, self.tensors[name].shape[0], PIECE):
-            with self._open_file(name) as (file, entry):
+        for start in range(0, entry.shape[0], PIECE):
+            with self._open_file(name) as file:
                 piece = file.get_slice(entry.name)[start : start + PIECE].float()
             self._refuse_not_finite(name, piece)
             yield piece
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor as it is stored."""
-        if (source := self.tensors[name].source) is not None:
-            return source.read()
-        with self._open_file(name) as (file, entry):
+        entry = self.tensors[name]
+        if entry.source is not None:
+            return entry.source.read()
+        tensor: Tensor
+        with self._open_file(name) as file:
             if entry.part is None:
-                tensor: Tensor = file.get_tensor(entry.name)
+                tensor = file.get_tensor(entry.name)
                 return tensor
-            (expert, first, rows), stack = entry.part, file.get_slice(entry.name)
-            if not entry.shape:
-                number: Tensor = stack[expert : expert + 1]
-                return number[0]
-            part: Tensor = stack[expert : expert + 1, first : first + rows]
-            return part[0]
+            expert, first, rows = entry.part
+            stack = file.get_slice(entry.name)
+            of_expert = slice(expert, expert + 1)
+            # The part of a stack of numbers is a number.
+            tensor = stack[of_expert, first : first + rows] if entry.shape else stack[of_expert]
+            return tensor[0]
 
     @contextmanager
-    def _open_file(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
+    def _open_file(self, name: str) -> Iterator[Any]:
         """Open the file that holds a tensor; raise CheckpointError if it can't be read."""
         entry = self.tensors[name]
         try:
             with safe_open(entry.file, framework="pt") as file:
-                yield file, entry
+                yield file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{entry.file}: can't read {name} ({error})") from None
 
@@ -232,9 +231,9 @@ class Checkpoint:
     def settle_modules(self, config: Config, drafts: bool | None = None) -> Config:
         """Do the part of `settle` that reads names alone, and not the values of copies."""
         family = find_family_of(config)
-        stored_count = count_stored_modules(family, config, self.tensors)
-        stripped = describe_stripped(self.folder, config, stored_count) if drafts else None
-        count = min(stored_count, config.num_nextn_predict_layers)
+        stored = count_stored_modules(family, config, self.tensors)
+        stripped = describe_stripped(self.folder, config, stored) if drafts else None
+        count = min(stored, config.num_nextn_predict_layers)
         config = replace(config, num_nextn_predict_layers=count)
         fault = stripped or (self._find_fault(config, head=True) if count else None)
         if fault is None:
@@ -249,14 +248,10 @@ class Checkpoint:
     def left_out(self, config: ModelConfig) -> list[str]:
         """List the tensors of MTP modules that a settled configuration does not count."""
         family, first = find_family_of(config), config.num_hidden_layers
-        counts = range(
-            config.num_nextn_predict_layers, count_sure_modules(family, config, self.tensors)
-        )
-        left = {first + j for j in counts}
-        if not left:
-            return []
-        places = ((name, family.place(config, name)) for name in self.tensors)
-        return [name for name, place in places if place is not None and place[0] in left]
+        stored = count_sure_modules(family, config, self.tensors)
+        left = range(first + config.num_nextn_predict_layers, first + stored)
+        places = {name: family.place(config, name) for name in self.tensors} if left else {}
+        return [name for name, place in places.items() if place is not None and place[0] in left]
 
     def _find_fault(self, config: ModelConfig, head: bool) -> str | None:
         """Say what is wrong with the modules' tensors, or the trunk's; None if nothing is."""
@@ -300,9 +295,8 @@ class Checkpoint:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
-            if not self.tensors[name].floats:
-                dtype = self.tensors[name].dtype
-                raise self._make_error(name, f"is {dtype}; supported: {SUPPORTED}")
+            if not (whole := self.tensors[name]).floats:
+                raise self._make_error(name, f"is {whole.dtype}; supported: {SUPPORTED}")
             self._check_shape(name, stored.shape, "config.json")
             return {name}
         if not format.fits(stored.shape):
@@ -312,11 +306,10 @@ class Checkpoint:
         missing = (name + suffix for suffix in parts if name + suffix not in self.tensors)
         self._refuse(missing, "missing tensor")
         for suffix, entry in parts.items():
-            if (dtype := self.tensors[name + suffix].dtype) != entry.dtype:
-                raise self._make_error(
-                    name + suffix, f"is {dtype}, {format.name} needs {entry.dtype}"
-                )
-            self._check_shape(name + suffix, entry.shape, f"{format.name} of {list(stored.shape)}")
+            part = name + suffix
+            if (dtype := self.tensors[part].dtype) != entry.dtype:
+                raise self._make_error(part, f"is {dtype}, {format.name} needs {entry.dtype}")
+            self._check_shape(part, entry.shape, f"{format.name} of {list(stored.shape)}")
         module = name.removesuffix("weight")
         return {name + suffix for suffix in parts} | {module + part for part in ACTIVATIONS}
 
@@ -336,25 +329,15 @@ def choose_read_format(format: Format, held: Format) -> Format:
     return held if held.packs and not held.represents(usual) else usual
 
 
-class ReadsWeights(Protocol):
-    """A reader of weights, which notes what their encoding changed."""
-
-    @property
-    def losses(self) -> dict[str, Loss]:
-        """The losses by rounding of weights whose format an engine can't keep, by weight."""
-
-    def read(self, name: str) -> Tensor:
-        """Read a weight in fp32."""
-
-
-def encode_anew(checkpoint: ReadsWeights, name: str, held: Format) -> dict[str, Tensor]:
-    """Read a weight and encode it in another format; note the loss."""
+def encode_anew(
+    name: str, weight: Tensor, held: Format, losses: dict[str, Loss]
+) -> dict[str, Tensor]:
+    """Encode a weight in another format; note the loss in `losses`."""
     pieces: list[dict[str, Tensor]] = []
     loss = Loss()
-    weight = checkpoint.read(name)
     refuse_out_of_range(held, name, weight)
     for rows in weight.split(PIECE):
         pieces.append(held.encode(rows))
         loss = loss.after(rows, pieces[-1], held)
-    checkpoint.losses[name] = loss
+    losses[name] = loss
     return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}

@@ -1,6 +1,6 @@
 """List the tensors of a checkpoint's files under the names of the text model's weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,12 @@ from mtpbuild.runtime.safetensors_header import Header
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
-        return Checkpoint(find_own_path(find_trunk(folder)), dict(read_gguf_entries(folder)), 0, {})
+        tensors = {
+            name: FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
+            for weight in list_gguf_weights(folder)
+            for name, entry, source in weight.entries()
+        }
+        return Checkpoint(find_own_path(find_trunk(folder)), tensors, 0, {})
     return collect_tensors(folder, map(list_entries, find_shards(folder)))
 
 
@@ -64,13 +69,6 @@ def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
         return [FileEntry(e["dtype"], tuple(e["shape"]), path, n) for n, e in header.items()]
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
-
-
-def read_gguf_entries(folder: Path) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the tensors of a folder's GGUF files under the checkpoint's names."""
-    for weight in list_gguf_weights(folder):
-        for name, entry, source in weight.entries():
-            yield name, FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
 
 
 def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,7 +136,10 @@ def find_checkpoint_folder(path: Path) -> Path:
         if not kept:  # nothing stays of a file that is refused
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    _note_tokenizer(read_model(folder), path.parent)
+    why = explain_unknown_split(read_model(folder), list_splits())
+    if why is not None and not (path.parent / TOKENIZER).is_file():
+        note = "note: %s: %s: the engine takes token ids; put a %s beside it"
+        logger.warning(note, path.name, why, TOKENIZER)
     return folder
 
 
@@ -146,8 +148,16 @@ def make_checkpoint(folder: Path, paths: list[Path], beside: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for source in paths:
-            _link(source, folder / source.name)
-        for name, text in dict(_make_files(folder, beside)).items():
+            link = folder / source.name
+            if not link.exists():
+                link.unlink(missing_ok=True)
+                link.symlink_to(source)
+        file = read_model(folder)
+        family, architecture = find_architecture(file)
+        config = {"model_type": family.model_type, **architecture.config(file)}
+        texts = {CONFIG: json.dumps(config, indent=2)}
+        texts |= tokenizer_files(file, beside, list_splits())
+        for name, text in texts.items():
             partial = folder / f"{name}.{os.getpid()}"
             partial.write_text(text, encoding="utf-8")
             partial.replace(folder / name)
@@ -196,28 +206,6 @@ def list_gguf_weights(folder: Path) -> list[GgufWeight]:
     """Return the weights of a folder's GGUF files under the checkpoint's names."""
     file = read_model(folder)
     return [*list_weights(file, find_architecture(file)[1])]
-
-
-def _make_files(folder: Path, beside: Path) -> Iterator[tuple[str, str]]:
-    """Yield the files that are made from the keys, but for a tokenizer that is beside."""
-    file = read_model(folder)
-    family, architecture = find_architecture(file)
-    config = {"model_type": family.model_type, **architecture.config(file)}
-    yield CONFIG, json.dumps(config, indent=2)
-    yield from tokenizer_files(file, beside, list_splits())
-
-
-def _note_tokenizer(file: GgufFile, beside: Path) -> None:
-    why = explain_unknown_split(file, list_splits())
-    if why is not None and not (beside / TOKENIZER).is_file():
-        note = "note: %s: %s: the engine takes token ids; put a %s beside it"
-        logger.warning(note, file.path.name, why, TOKENIZER)
-
-
-def _link(source: Path, link: Path) -> None:
-    if not link.exists():
-        link.unlink(missing_ok=True)
-        link.symlink_to(source)
 
 
 def _cache() -> Path:

@@ -38,7 +38,7 @@ def encode_calibrated(format: Integers, weight: Tensor, shares: Tensor) -> dict[
     """
     left = weight.T.clone(memory_format=torch.contiguous_format)  # [K, N], and then the errors
     codes = torch.empty(left.shape, dtype=torch.uint8)
-    scales = torch.empty(len(left) // BLOCK, weight.shape[0], dtype=format.scales)
+    scales = torch.empty(len(left) // BLOCK, weight.shape[0], dtype=torch.float16)
     for start in range(0, len(left), BLOCK):
         end = start + BLOCK
         diagonal = shares[start:end, start:end]
@@ -50,4 +50,4 @@ def encode_calibrated(format: Integers, weight: Tensor, shares: Tensor) -> dict[
             code = codes[start + i] = format.codes(column + owed[i], scale)
             column -= (code.float() - format.zero) * scale.float()
             owed[i + 1 :].addr_(diagonal[i, i + 1 :], column)
-    return format.collect(codes.T, scales.T)
+    return format.collect(codes.T, scales.T.contiguous())

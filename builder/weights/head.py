@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import read_object, refuse_quantised
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, find_shards
-from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checkpoint.readable import read_text_config, refuse_quantised
+from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.modules import (
     PREFIXES,
@@ -39,7 +38,7 @@ def find_head_files(place: Path) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise CheckpointError(f"--mtp {place}: no such file or folder")
-    if (place / INDEX).is_file() or (place / SINGLE).is_file():
+    if has_weights(place):
         return find_shards(place)
     if files := sorted(place.glob("*.safetensors")):
         return files
@@ -73,11 +72,9 @@ def refuse_other_model(
     place: Path, folder: Path, stored: Iterable[FileEntry], config: ModelConfig
 ) -> None:
     """Raise CheckpointError if the head's hidden size or vocabulary is not the model's."""
-    raw = read_object(folder / CONFIG)
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else raw
-    assert isinstance(text, dict)
+    raw = read_text_config(folder)
     for key in ("hidden_size", "vocab_size"):
-        theirs, ours = text.get(key), getattr(config, key)
+        theirs, ours = raw.get(key), getattr(config, key)
         if isinstance(theirs, int) and theirs != ours:
             raise CheckpointError(
                 f"--mtp {place}: its config.json says {key} {theirs}, the model's is {ours}: this "
@@ -95,11 +92,8 @@ def refuse_other_model(
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint with the modules of other files in place of its own."""
     head, family = open_head(place, config), find_family_of(config)
-    trunk = {
-        name: entry
-        for name, entry in checkpoint.tensors.items()
-        if not is_module(family, config, name)
-    }
+    stored = checkpoint.tensors.items()
+    trunk = {name: entry for name, entry in stored if not is_module(family, config, name)}
     joined = {entry.file: head.settings for entry in head.tensors.values()}
     return replace(checkpoint, tensors=trunk | {**head.tensors}, joined=joined)
 

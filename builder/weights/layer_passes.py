@@ -125,13 +125,12 @@ class LayerPasses:
             shutil.rmtree(new := self.folder / "unfinished", ignore_errors=True)
             new.mkdir()
             parts: Parts = {}
-            for b, x in enumerate(step(self._read_hidden(number - 1), parts)):
+            hidden = map(read_hidden, self.files(number - 1))
+            for b, x in enumerate(step(hidden, parts)):
                 save_file({"hidden": x.contiguous()}, new / f"{b}.safetensors")
             save_file({n: tensor.contiguous() for n, tensor in parts.items()}, new / "parts")
             os.replace(new / "parts", self.parts(number))
-            new.rename(
-                self._name_place(number)
-            )  # the last of a step, so one that is there is whole
+            new.rename(self._name_place(number))  # the last of a step, so what is there is whole
             shutil.rmtree(self._name_place(number - 1), ignore_errors=True)
 
     def parts(self, number: int) -> Path:
@@ -142,9 +141,6 @@ class LayerPasses:
         """Return the files of a step's hidden states, by batch."""
         place = self._name_place(number)
         return [place / f"{b}.safetensors" for b in range(len([*place.glob("*")]))]
-
-    def _read_hidden(self, number: int) -> Iterator[Tensor]:
-        return map(read_hidden, self.files(number))
 
     def _name_place(self, number: int) -> Path:
         return self.folder / f"hidden-{number}"

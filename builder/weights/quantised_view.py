@@ -69,7 +69,7 @@ class QuantisedView:
         format = self.formats[name]
         assert format is not None
         if held is not None and choose_read_format(format, held) is not format:
-            return encode_anew(self, name, held)
+            return encode_anew(name, self.read(name), held, self.losses)
         return self.parts(name)
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
@@ -104,7 +104,7 @@ class QuantisedView:
                 start += len(rows)
                 continue
             refuse_too_large(format, name, rows)
-            sums = sums + (sums if rows.is_meta else format.sum_coarse(rows))
+            sums = sums + format.sum_coarse(rows)
             yield rows, format.encode(rows, amax)
         refuse_too_small(format, name, sums)
 
@@ -118,15 +118,11 @@ class QuantisedView:
 
     def find_group_amax(self, name: str) -> float:
         """Return a weight's largest magnitude; gate and up share theirs, as ModelOpt joins them."""
-        for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
-            if name.endswith(f"{one}.weight"):
-                return max(self._find_amax(name), self._find_amax(name.replace(one, other)))
-        return self._find_amax(name)
-
-    def _find_amax(self, name: str) -> float:
-        if name not in self.amaxes:
-            self.amaxes[name] = max(rows.abs().max().item() for rows in self.source.rows(name))
-        return self.amaxes[name]
+        gate, up = "gate_proj.weight", "up_proj.weight"
+        names = {name, name.replace(gate, up), name.replace(up, gate)}
+        for each in names - self.amaxes.keys():
+            self.amaxes[each] = max(rows.abs().max().item() for rows in self.source.rows(each))
+        return max(self.amaxes[each] for each in names)
 
 
 def requantise(
@@ -139,8 +135,12 @@ def requantise(
         format = formats[name] = format_by(scheme, config, stored)
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
-        for suffix, entry in find_stored_parts(checkpoint, stored, format).items():
-            tensors[name + suffix] = entry
+        if format is not None:
+            tensors |= {name + suffix: e for suffix, e in format.parts(stored.shape).items()}
+            continue
+        # A weight that is dequantised is bf16.
+        dtype = "BF16" if checkpoint.format(name) else checkpoint.tensors[name].dtype
+        tensors[name] = Entry(dtype, stored.shape)
     return QuantisedView(checkpoint, tensors, formats, tuple(unfit))
 
 
@@ -149,13 +149,3 @@ def format_by(scheme: Scheme, config: ModelConfig, stored: StoredTensor) -> Form
     wanted = scheme.wanted(config, stored.name)
     format = None if wanted is None else FORMATS[wanted]
     return format if format is not None and format.fits(stored.shape) else None
-
-
-def find_stored_parts(
-    checkpoint: Checkpoint, stored: StoredTensor, format: Format | None
-) -> dict[str, Entry]:
-    """Return the tensors that store a weight, by suffix; a weight that is dequantised is bf16."""
-    if format is not None:
-        return format.parts(stored.shape)
-    dtype = "BF16" if checkpoint.format(stored.name) else checkpoint.tensors[stored.name].dtype
-    return {"": Entry(dtype, stored.shape)}

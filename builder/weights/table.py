@@ -99,7 +99,7 @@ def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -
         if any(format is None or format.name not in style.formats for format in kept):
             continue
         format = _join_formats(weight, kept)
-        if format is not None and _can_stay(replace(weight, format=format), share):
+        if format is not None and _kernels_support(replace(weight, format=format), share):
             formats[weight.name] = format
     formats = _drop_unpaired(weights, formats)
     if style.packs_weights:
@@ -185,7 +185,7 @@ def _find_same_formats(
     return set(filter(fits, modules))
 
 
-def _can_stay(weight: Weight, share: Share) -> bool:
+def _kernels_support(weight: Weight, share: Share) -> bool:
     """Return whether programs can compute with the weight's format."""
     format = weight.format
     assert format is not None
@@ -196,16 +196,9 @@ def _can_stay(weight: Weight, share: Share) -> bool:
 def _drop_unpaired(weights: Iterable[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
     """Drop integer formats of experts if only one of their two products is in integers."""
     stacks = (weight for weight in weights if weight.slices > 1)
-    odd = {
-        _name_module_of(w.name)
-        for w in stacks
-        if w.name not in formats or not formats[w.name].packs
-    }
-    return {
-        n: format
-        for n, format in formats.items()
-        if not format.packs or _name_module_of(n) not in odd
-    }
+    unpacked = (w.name for w in stacks if w.name not in formats or not formats[w.name].packs)
+    odd = {*map(_name_module_of, unpacked)}
+    return {n: f for n, f in formats.items() if not f.packs or _name_module_of(n) not in odd}
 
 
 def _choose_layout(weight: Weight, formats: Mapping[str, Format], style: GraphStyle) -> Layout:

@@ -1,19 +1,14 @@
 """Checkpoints that compressed-tensors wrote are read to the bit, and integers kept as they are."""
 
-import hashlib
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.formats import Entry, find_stored_format, make_entry
+from mtpbuild.builder.formats import Entry, Format, find_stored_format, make_entry
 from mtpbuild.builder.formats.compressed_tensors import (
     dense,
     find_unread_setting,
@@ -24,96 +19,55 @@ from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.formats.modelopt import find_unread_algorithm as unread_of_modelopt
 from mtpbuild.builder.formats.nvfp4 import NVFP4
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only
-from tests.support.opened import load_model, opened
+from tests.support.opened import opened
+from tests.support.other_formats import WRITTEN, save_dequantised
 from tests.support.requests import build, build_request
 
-WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
-FOLDERS = ["deepseek_mixed", "deepseek_w4a16", "glm4_fp8_block", "glm4_fp8_dynamic", "qwen3_5_w8a8"]
+# Checkpoints that packages wrote, and the formats in which engines keep their weights.
+KEPT: dict[str, set[Format]] = {
+    "auto_round_awq": {MOVED[4]},
+    "auto_round_gptq": {INT4},
+    "autoawq": {MOVED[4]},
+    "deepseek_mixed": {INT4, INT8, MOVED[8], FP8, NVFP4},
+    "deepseek_w4a16": {INT4},
+    "glm4_fp8_block": {FP8},
+    "glm4_fp8_dynamic": set(),
+    "qwen3_5_w8a8": {INT8},
+}
 MIXED = {
     "fp8 by tensor", "packed int8", "packed int4 with zero points", "nvfp4", "mxfp4",
     "packed int3", "packed int8 with zero points", "mxfp8", "int8 by row with zero points",
     "packed int5",
 }  # fmt: skip
+NAMES = {"deepseek_mixed": MIXED, "glm4_fp8_block": {"fp8", "fp8 by tensor"}}
 
 
-def digest(values: Tensor) -> str:
-    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
-
-
-def quantised(folder: str) -> dict[str, str]:
-    found: dict[str, str] = json.loads((WRITTEN / folder / "dequantised.json").read_text())
-    return found
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_packages_values(folder: str) -> None:
-    """Each weight equals, to the bit, what the package dequantises; no tensor is left over."""
-    checkpoint, names = open_checkpoint(WRITTEN / folder), quantised(folder)
-    checkpoint.check(checkpoint.settle(load_config(WRITTEN / folder)))
-    weights = [name for name in checkpoint.tensors if name.endswith(".weight")]
-    assert {name for name in weights if checkpoint.format(name)} == names.keys()
-    wrong = [name for name, wanted in names.items() if digest(checkpoint.read(name)) != wanted]
-    assert not wrong
-    found = {checkpoint.format(name).name for name in names}  # type: ignore[union-attr]
-    assert found == {"deepseek_mixed": MIXED, "glm4_fp8_block": {"fp8", "fp8 by tensor"}}.get(
-        folder, found
-    )
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", KEPT)
 def test_kept_weights(folder: str) -> None:
     """Integers, blocks of FP8 and FP8 by tensor are kept with equal values; NVFP4 but for a bit."""
-    checkpoint, seen = open_checkpoint(WRITTEN / folder), set[str]()
-    formats = {name: checkpoint.format(name) for name in quantised(folder)}
-    floats = {
-        format.name for format in formats.values() if format and format.engine_format is format
-    }
+    checkpoint, seen = open_checkpoint(WRITTEN / folder), set[Format]()
+    weights = [name for name in checkpoint.tensors if name.endswith(".weight")]
+    formats = {name: f for name in weights if (f := checkpoint.format(name)) is not None}
+    assert formats.keys() == json.loads((WRITTEN / folder / "dequantised.json").read_text()).keys()
+    names = {format.name for format in formats.values()}
+    assert names == NAMES.get(folder, names)
+    floats = {format.name for format in formats.values() if format.engine_format is format}
     assert all(re.match("mx|packed int(5|4 with zero)|fp8 by row", name) for name in floats)
     for name, format in formats.items():
-        if format is None or format.engine_format is format:
+        if format.name in floats:
             continue
         kept, decoded = format.engine_format, checkpoint.read(name)
         parts = checkpoint.read_kept_parts(name)
         held = {suffix: make_entry(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
-        assert kept in (INT4, INT8, *MOVED.values(), FP8, NVFP4)
         near = 2.0**-22 if kept is NVFP4 else 0
         torch.testing.assert_close(kept.decode(parts), decoded, rtol=near, atol=0)
-        seen.add(kept.name)
-    assert seen == {
-        "deepseek_mixed": {"int4", "int8", "fp8", "nvfp4"}, "deepseek_w4a16": {"int4"},
-        "glm4_fp8_block": {"fp8"}, "glm4_fp8_dynamic": set(), "qwen3_5_w8a8": {"int8"},
-    }[folder]  # fmt: skip
-
-
-def dequantised(folder: str, place: Path) -> Path:
-    """Write the same checkpoint in fp32."""
-    checkpoint, source = open_checkpoint(WRITTEN / folder), WRITTEN / folder
-    place.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    del config["quantization_config"]
-    (place / "config.json").write_text(json.dumps(config))
-    names, tensors = quantised(folder), load_file(source / SINGLE)
-    plain = {
-        key: tensor for key, tensor in tensors.items()
-        if f"{key.rpartition('.')[0]}.weight" not in names or key.endswith("bias")
-    }  # fmt: skip
-    save_file(plain | {name: checkpoint.read(name) for name in names}, place / SINGLE)
-    return place
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_models_are_equal(folder: str, tmp_path: Path) -> None:
-    plain = dequantised(folder, tmp_path / "plain")
-    ours = load_model(WRITTEN / folder, load_config(WRITTEN / folder)).state_dict()
-    theirs = load_model(plain, load_config(plain)).state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+        seen.add(kept)
+    assert seen == KEPT[folder]
 
 
 @pytest.mark.full
@@ -121,26 +75,13 @@ def test_the_models_are_equal(folder: str, tmp_path: Path) -> None:
 def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
     """A portable engine, in fp32, of each architecture: the dequantised checkpoint's tokens."""
     texts = []
-    for model in (WRITTEN / folder, dequantised(folder, tmp_path / "plain")):
+    for model in (WRITTEN / folder, save_dequantised(WRITTEN / folder, tmp_path / "plain")):
         out = tmp_path / model.name
         out = out.with_suffix(".engine")
         with greedy_only():
             build(build_request(model, (1,), out=out, portable=True))
         texts.append(greedy_ids(out, [[5, 17, 3], [40, 2]], 12))
     assert texts[0] == texts[1]
-
-
-W4 = "model.layers.0.self_attn.o_proj.weight"
-
-
-def test_a_wrong_weight_shape(tmp_path: Path) -> None:
-    folder = shutil.copytree(WRITTEN / "deepseek_w4a16", tmp_path / "damaged")
-    tensors = load_file(folder / SINGLE)
-    tensors[f"{W4}_shape"] += 8
-    save_file(tensors, folder / SINGLE)
-    checkpoint = open_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"o_proj.weight is packed in .*weight_shape says"):
-        checkpoint.read(W4)
 
 
 def test_words() -> None:

@@ -16,12 +16,14 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.other_formats import FORMATS
+from tests.support.other_formats import FORMATS, WRITTEN
 
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors, dict[str, Any]], Any]
 O = "model.layers.0.self_attn.o_proj"  # noqa: E741
 DOWN = "model.layers.0.mlp.down_proj"
+UP = "model.layers.1.mlp.switch_mlp.up_proj"
+Q = "model.layers.1.self_attn.embed_q"
 
 
 def group(**weights: Any) -> Change:
@@ -59,6 +61,11 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "packed: no order": ("deepseek_w4a16", group(actorder="group"), "missing tensor .*_g_idx"),
     "packed: group": ("deepseek_w4a16", group(group_size=48), "does not split into the blocks"),
     "packed: bits": ("deepseek_w4a16", group(num_bits=8), "has shape .* makes it"),
+    "packed: another shape": (
+        "deepseek_w4a16",
+        lambda t, s: t.update({f"{O}.weight_shape": t[f"{O}.weight_shape"] + 8}),
+        "o_proj.weight is packed in .*weight_shape says",
+    ),
     "packed: words": ("deepseek_w4a16", cut(f"{O}.weight_packed"), f"{O}.weight has shape"),
     "fp8 by row: fewer scales": ("glm4_fp8_dynamic", cut(f"{DOWN}.weight_scale"), "has shape"),
     "fp8 blocks: scales": (
@@ -71,6 +78,9 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "fp8: no scale": ("fp8 bf16", without(f"{DOWN}.weight_scale_inv"), "is F8_E4M3; supported"),
     "fp8: fewer scales": ("fp8 f32", cut(f"{O}.weight_scale_inv"), "_scale_inv has shape"),
     "fp8: Inf": ("fp8 f32", filled(f"{O}.weight_scale_inv", torch.inf), "holds NaN or Inf"),
+    "fp8: a value of NaN": (
+        "fp8 f32", lambda t, s: t[f"{O}.weight"].view(torch.uint8)[3, 5].fill_(0x7F), "NaN or Inf",
+    ),
     "fp8: blocks": ("fp8 f32", said(weight_block_size=[64, 64]), "weight_block_size .* not read"),
     "modelopt: unknown": ("modelopt", said(quant_algo="FP8_PB_WO"), "modelopt FP8_PB_WO are not"),
     "awq: no zero points": ("autoawq", without(f"{O}.qzeros"), f"missing tensor {O}.weight_qzeros"),
@@ -94,6 +104,28 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
         lambda t, s: t.update({"model.layers.9.mlp.up_proj.qweight": t[f"{O}.qweight"] + 0}),
         "does not have: model.layers.9",
     ),
+    "mlx: no scales": ("mlx_deepseek", without(f"{O}.scales"), "missing tensor .*weight_scales"),
+    "mlx: no biases": ("mlx_deepseek", without(f"{O}.biases"), "missing tensor .*weight_biases"),
+    "mlx: no biases of experts": (
+        "mlx_deepseek", without(f"{UP}.biases"),
+        "missing tensor model.layers.1.mlp.experts.0.up_proj.weight_biases",
+    ),
+    "mlx: no heads' values": (
+        "mlx_deepseek", without("model.layers.1.self_attn.unembed_out.weight"),
+        "missing tensor model.layers.1.self_attn.unembed_out.0.weight",
+    ),
+    "mlx: no heads' scales": (
+        "mlx_deepseek", without(f"{Q}.scales"), "missing tensor .*embed_q.0.weight_sc",
+    ),
+    "mlx: group": (
+        "mlx_deepseek", lambda t, s: s[O].update(group_size=16, bits=6), f"{O}.weight has shape",
+    ),
+    "mlx: group of heads": (
+        "mlx_deepseek", lambda t, s: t.update({f"{Q}.scales": t[f"{Q}.scales"].repeat(1, 1, 2)}),
+        "embed_q.0.weight.* has shape",
+    ),
+    "mlx: bits": ("mlx_glm", cut(f"{O}.weight"), "o_proj.weight has shape"),
+    "mlx: scales": ("mlx_glm", cut(f"{O}.scales"), "_scales has shape"),
 }  # fmt: skip
 
 
@@ -101,7 +133,7 @@ def read_all(folder: Path) -> None:
     """Open a checkpoint as a build does, and read all that it needs."""
     folder = find_model(str(folder)).folder
     checkpoint = open_checkpoint(folder)
-    for name in checkpoint.check(checkpoint.settle(load_config(folder))).stored:
+    for name in checkpoint.check(checkpoint.settle(load_config(folder), drafts=False)).stored:
         checkpoint.read(name)
 
 
@@ -109,9 +141,10 @@ def read_all(folder: Path) -> None:
 def test_damage_ends_in_a_line(what: str, tmp_path: Path) -> None:
     name, change, says = DAMAGED[what]
     folder = tmp_path / "damaged"
-    shutil.copytree(FORMATS[name](tmp_path / "whole").folder, folder)
+    whole = WRITTEN / name if name.startswith("mlx") else FORMATS[name](tmp_path / "whole").folder
+    shutil.copytree(whole, folder)
     tensors, config = load_file(folder / SINGLE), json.loads((folder / "config.json").read_text())
-    change(tensors, config["quantization_config"])
+    change(tensors, config["quantization" if name.startswith("mlx") else "quantization_config"])
     save_file(tensors, folder / SINGLE)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=says) as error:

@@ -14,7 +14,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.gguf_files import SMALL, random_tensors, split_head, usual, write_gguf
+from tests.support.gguf_files import random_tensors, split_head, usual, write_gguf
 from tests.support.invoke import invoke, refusal
 from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
 from tests.support.requests import download
@@ -34,7 +34,7 @@ def with_many_tokens(writer: GGUFWriter) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files of a model, one in two shards and without its head, which lies beside."""
     folder = tmp_path_factory.mktemp("gguf")
-    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    c, tensors = random_tensors("qwen3.5")
     small = usual(Type.Q8_0)
     write_gguf(folder / "Qwen-Q4_0.gguf", c, tensors, usual(Type.Q4_0), more=with_many_tokens)
     trunk, head = split_head(tensors, c["num_hidden_layers"])
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_told_by_the_header(
     """No byte of the weights is fetched, and nothing stays in the cache."""
     (folder := tmp_path / "hosted").mkdir()
     hub.repositories["x/y"] = Hosted(folder)
-    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    c, tensors = random_tensors("qwen3.5")
     trunk, _ = split_head(tensors, c["num_hidden_layers"])
     usual_type = usual(Type.F32)
     write_gguf(folder / "a-stripped.gguf", c, trunk, usual_type)

@@ -15,8 +15,7 @@ from mtpbuild.builder.program.engine_weights import EngineWeights
 from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.engines import EngineBuilder
-from tests.support.families import make_config, make_family
-from tests.support.gguf_files import Array, converted, usual, write_gguf
+from tests.support.gguf_files import Array, converted, usual, write_gguf, write_hybrid
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import opened
 from tests.support.prompts import CODE, QUESTIONS
@@ -24,11 +23,6 @@ from tests.support.prompts import CODE, QUESTIONS
 KINDS = {"Q8_0": 8, "Q4_0": 4}
 EVERY = 8  # tokens between the places where texts are continued
 FLAGS: dict[str, Any] = {"max_batch": 1, "prefill_chunk": 32}
-SMALL: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
-    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": False,
-    "num_hidden_layers": 2, "full_attention_interval": 2,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -108,10 +102,8 @@ def test_the_weights_of_an_engine(kind: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_small_engine(build_engine: EngineBuilder, tmp_path: Path) -> None:
     """It says what its file's values say when inputs are rounded to int8, and accepts drafts."""
-    c = make_config("qwen3.5", **SMALL)
-    stored = make_family("qwen3.5", **SMALL).state_dict()
-    tensors = dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
-    path = write_gguf(tmp_path / "small-gguf.gguf", c, tensors, usual(Type.Q8_0))
+    small: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    path = write_hybrid(tmp_path / "small-gguf.gguf", "Q8_0", **small)
     engine = build_engine(path, 1, max_batch=1, max_seq_len=64)
     prompts = [[5, 17, 3], [40, 2]]
     plain = plain_with_rounding(find_model(str(path)).folder)

@@ -17,7 +17,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.gguf_files import OTHERS, SMALL, random_tensors, usual, write_gguf
+from tests.support.gguf_files import random_tensors, usual, write_gguf
 
 Parts = tuple[dict[str, bytes], dict[str, bytes]]  # keys and tensors with all that follows a name
 MEGABYTE, HUGE = 1 << 20, 1 << 40
@@ -41,7 +41,7 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 def write_small(path: Path, model: str = "qwen3.5") -> tuple[Parts, bytes]:
     """Write a small model; return the parts of its header, and its tensors' bytes."""
-    c, tensors = random_tensors(model, **(SMALL | OTHERS)[model], vocab_size=len(TOKENS))
+    c, tensors = random_tensors(model, vocab_size=len(TOKENS))
     write_gguf(path, c, tensors, usual(Type.Q8_0), more=add_tokenizer)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header, keys, infos = HeaderBytes(data), dict[str, bytes](), dict[str, bytes]()
@@ -252,7 +252,7 @@ def test_a_real_vocabulary(tmp_path: Path) -> None:
         writer.add_token_types([1] * len(tokens))
         writer.add_token_merges([f"{i} {i}" for i in range(len(tokens))])
 
-    c, tensors = random_tensors("qwen3.5", **SMALL["qwen3.5"])
+    c, tensors = random_tensors("qwen3.5")
     path = write_gguf(tmp_path / "a.gguf", c, tensors, usual(Type.Q8_0), more=write)
     tracemalloc.start()
     keys = parse_header(path).keys

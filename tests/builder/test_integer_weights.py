@@ -178,25 +178,6 @@ def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert not judge_texts(load_plain(folders[name]), PROMPTS, output, ROUNDED).passed
 
 
-def test_scales_in_fp32(
-    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An engine of a checkpoint with such scales has the same weights in fp16; one line says so."""
-    older = shutil.copytree(folders["int4"], tmp_path / "older")
-    stored = load_file(older / "model.safetensors")
-    scales = {n: w.float() for n, w in stored.items() if n.endswith("weight_scale")}
-    save_file(stored | scales, older / "model.safetensors")
-    written, output = [], list[str]()
-    for name, folder in (("new", folders["int4"]), ("old", older)):
-        (tmp_path / name).mkdir()
-        model = source(folder, BOTH)
-        output += list_notes(model)
-        written.append(EngineWeights(model).write(tmp_path / name, siblings=None).sha256)
-    assert written[0] == written[1]
-    (line,) = output
-    assert line.startswith(f"{len(scales)} weights with fp32 scales get fp16 ones")
-
-
 @pytest.mark.full
 def test_a_portable_engine(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture

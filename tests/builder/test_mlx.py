@@ -1,10 +1,8 @@
 """Checkpoints that MLX wrote are read to the bit, and answer as MLX's own models do."""
 
-import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,10 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.readable import (
     name_stored_format,
     read_quantisation,
-    refuse_folder,
+    refuse_quantised,
 )
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.formats import Format, find_stored_format, name_own
+from mtpbuild.builder.formats import find_stored_format, name_own
 from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.formats.nvfp4 import NVFP4
@@ -33,9 +31,9 @@ from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import greedy_only
+from tests.support.other_formats import WRITTEN, digest
 from tests.support.requests import build, build_request
 
-WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 TRUNKS = ["mlx_deepseek", "mlx_glm", "mlx_qwen"]
 HEADS = {"mlx_glm": "mlx_glm_head", "mlx_qwen": "mlx_qwen_head"}
 PROMPT = [5, 17, 3, 40, 2, 33, 7, 11]
@@ -45,10 +43,6 @@ FORMATS = {
     "mlx_qwen": {"mlx int8", "mlx nvfp4"},
     "mlx_glm_head": {"mlx int4"},
 }
-
-
-def digest(values: Tensor) -> str:
-    return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
 
 
 def as_stored(checkpoint: Checkpoint, path: str) -> Tensor:
@@ -71,24 +65,15 @@ def test_the_packages_values(folder: str) -> None:
     meant = json.loads((WRITTEN / folder / "dequantised.json").read_text())
     wrong = [path for path in meant if digest(as_stored(checkpoint, path)) != meant[path]]
     assert not wrong
-    found = {f.name for n in checkpoint.tensors if (f := format_of(checkpoint, n)) is not None}
-    assert found == FORMATS[folder]
-
-
-def check(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    checkpoint.check(checkpoint.settle(load_config(folder), drafts=False))
-
-
-def format_of(checkpoint: Checkpoint, name: str) -> Format | None:
-    return checkpoint.format(name) if name.endswith(".weight") else None
+    weights = (name for name in checkpoint.tensors if name.endswith(".weight"))
+    formats = filter(None, map(checkpoint.format, weights))
+    assert {format.name for format in formats} == FORMATS[folder]
 
 
 @pytest.mark.parametrize("folder", TRUNKS)
 def test_the_packages_answers(folder: str) -> None:
     """Logits are MLX's: norms, convolutions, experts and heads are as they were."""
     place = WRITTEN / folder
-    check(place)
     plain = load_plain(place)
     with torch.no_grad():
         found = plain.logits(plain.main(torch.tensor([PROMPT])))[0]
@@ -220,62 +205,6 @@ def test_an_engines_tokens(folder: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def altered(folder: str, place: Path, change: Callable[[Any, Any], Any]) -> Path:
-    shutil.copytree(WRITTEN / folder, place)
-    tensors, config = load_file(place / SINGLE), json.loads((place / "config.json").read_text())
-    change(tensors, config["quantization"])
-    save_file(tensors, place / SINGLE)
-    (place / "config.json").write_text(json.dumps(config))
-    return place
-
-
-def cut(tensors: dict[str, Tensor], name: str) -> None:
-    tensors[name] = tensors[name][:4].clone()
-
-
-ATTENDED = "model.layers.0.self_attn.o_proj"
-UP = "model.layers.1.mlp.switch_mlp.up_proj"
-Q = "model.layers.1.self_attn.embed_q"
-DAMAGED: dict[str, tuple[str, Callable[[Any, Any], Any], str]] = {
-    "no scales": (
-        "mlx_deepseek", lambda t, s: t.pop(f"{ATTENDED}.scales"), "missing tensor .*weight_scales",
-    ),
-    "no biases": (
-        "mlx_deepseek", lambda t, s: t.pop(f"{ATTENDED}.biases"), "missing tensor .*weight_biases",
-    ),
-    "no biases of experts": (
-        "mlx_deepseek", lambda t, s: t.pop(f"{UP}.biases"),
-        "missing tensor model.layers.1.mlp.experts.0.up_proj.weight_biases",
-    ),
-    "no heads' values": (
-        "mlx_deepseek", lambda t, s: t.pop("model.layers.1.self_attn.unembed_out.weight"),
-        "missing tensor model.layers.1.self_attn.unembed_out.0.weight",
-    ),
-    "no heads' scales": (
-        "mlx_deepseek", lambda t, s: t.pop(f"{Q}.scales"), "missing tensor .*embed_q.0.weight_sc",
-    ),
-    "group": (
-        "mlx_deepseek", lambda t, s: s[ATTENDED].update(group_size=16, bits=6),
-        f"{ATTENDED}.weight has shape",
-    ),
-    "group of heads": (
-        "mlx_deepseek", lambda t, s: t.update({f"{Q}.scales": t[f"{Q}.scales"].repeat(1, 1, 2)}),
-        "embed_q.0.weight.* has shape",
-    ),
-    "bits": ("mlx_glm", lambda t, s: cut(t, f"{ATTENDED}.weight"), "o_proj.weight has shape"),
-    "scales": ("mlx_glm", lambda t, s: cut(t, f"{ATTENDED}.scales"), "_scales has shape"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_damaged_checkpoints(what: str, tmp_path: Path) -> None:
-    folder, change, says = DAMAGED[what]
-    place = altered(folder, tmp_path / "damaged", change)
-    with pytest.raises(CheckpointError, match=says) as error:
-        check(place)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("settings", "held", "says"),
     [
@@ -295,7 +224,7 @@ def test_settings(settings: dict[str, Any], held: str, says: str | None, tmp_pat
     assert name_stored_format(read_quantisation(tmp_path), "x.weight") == held
     refuses = pytest.raises(CheckpointError, match=says) if says else nullcontext()
     with refuses:
-        refuse_folder(tmp_path)
+        refuse_quantised(tmp_path, tmp_path)
 
 
 def test_settings_of_modules() -> None:

@@ -55,7 +55,6 @@ def changed(to: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda real, *given, **named: to(real(*given, **named))
 
 
-ROW_PAIRS = modelopt.RowPairs._unpack_values
 # A bug of each reader, and a checkpoint that shows it.
 BUGS: dict[str, tuple[Patch, str]] = {
     "AWQ's nibbles in sequence": (replaced(gptq, "ORDER", (*range(8),)), "autoawq"),
@@ -92,11 +91,7 @@ BUGS: dict[str, tuple[Patch, str]] = {
         wrapped(nvfp4, "unpack", lambda real, packed: real(packed << 4 | packed >> 4)), "modelopt",
     ),
     "ModelOpt's rows are exchanged": (
-        replaced(
-            modelopt.RowPairs, "_unpack_values",
-            staticmethod(lambda parts: ROW_PAIRS(parts).flip(0)),
-        ),
-        "modelopt",
+        wrapped(modelopt, "unpack_pairs", changed(lambda values: values.flip(0))), "modelopt",
     ),
     "scales of FP8 in bf16 are halved": (
         wrapped(fp8, "spread", changed(lambda scales: scales / 2)), "fp8 bf16",

@@ -23,16 +23,16 @@ from mtpbuild.lab.verify.plain import judge_texts, load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import UsageError
 from tests.support.checkpoints import QUANTIZABLE, SMALLEST, make_predictable, save_checkpoint
-from tests.support.gguf_files import write_wide
+from tests.support.gguf_files import WIDE, write_hybrid
 from tests.support.invoke import invoke
 from tests.support.numbers import check_rounded, in_int8_blocks, played
 from tests.support.opened import opened
+from tests.support.other_formats import WRITTEN
 from tests.support.requests import build, build_request, quantize
 
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 LIMITS: dict[str, Any] = {"max_seq_len": 64, "prefill_chunk": 8}
 SMALL = QUANTIZABLE | SMALLEST
-WRITTEN = Path(__file__).parents[1] / "data" / "checkpoints"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_what_stays_in_floats(folders: dict[str, Path]) -> None:
 def test_gguf(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line names the types of the file; routers and the delta rule's exponents stay floats."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = write_wide(tmp_path / "a.gguf", kind)
+    path = write_hybrid(tmp_path / "a.gguf", kind, **WIDE)
     model = source(find_model(str(path)).folder)
     assert set(model.rounded().values()) == {kind.lower()}
     assert model.table.formats["layers.0.mlp.down_proj"] is INT8

@@ -1,8 +1,5 @@
-"""Weights of GPTQ, AWQ and auto-round against what the packages say and against formulas."""
+"""Weights of GPTQ and auto-round against formulas."""
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,39 +9,15 @@ from torch import Tensor
 from mtpbuild.builder.formats import METHODS, Format, find_stored_format, name_own
 from mtpbuild.builder.formats.format import make_entry
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
-from mtpbuild.builder.models import load_config
-from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
-
-DATA = Path(__file__).parents[1] / "data/checkpoints"
-
-
-@pytest.mark.parametrize("name", ["auto_round_awq", "auto_round_gptq", "autoawq"])
-def test_what_packages_write(name: str) -> None:
-    checkpoint = open_checkpoint(DATA / name)
-    checkpoint.check(checkpoint.settle(load_config(DATA / name)))
-    meant = json.loads((DATA / name / "dequantised.json").read_text())
-    for weight, digest in meant.items():
-        read, format = checkpoint.read(weight), checkpoint.format(weight)
-        assert hashlib.sha256(read.contiguous().numpy().tobytes()).hexdigest() == digest, weight
-        assert format is not None
-        assert format.engine_format is (INT4 if name == "auto_round_gptq" else MOVED[4])
-        kept = format.engine_format.decode(checkpoint.read_kept_parts(weight))
-        assert torch.equal(kept.view_as(read), read)
-
-
-def words(codes: Tensor, bits: int, dim: int) -> Tensor:
-    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
-    packed = (fields << torch.arange(0, 32, bits)).sum(-1)
-    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
-    return signed.int().movedim(-1, dim).contiguous()
+from tests.support.other_formats import pack_words
 
 
 def gptq(bits: int, zero: Tensor | int, order: Tensor, **said: Any) -> tuple[Any, ...]:
     """Return a format, its parts, and codes and scales of 128 inputs in groups of 32."""
     codes, scales = torch.randint(0, 2**bits, (128, 32)), torch.rand(4, 32).half()
     zeros = torch.as_tensor(zero).expand(4, 32)
-    tensors = {"qweight": words(codes, bits, 0), "qzeros": words(zeros, bits, 1)}
+    tensors = {"qweight": pack_words(codes, bits, 0), "qzeros": pack_words(zeros, bits, 1)}
     tensors |= {"scales": scales, "g_idx": order.int()}
     own = {name_own(f"x.{ending}"): tensor for ending, tensor in tensors.items()}
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 32} | said
@@ -93,7 +66,7 @@ def test_symmetric_integers_stay(kept: Format) -> None:
     assert torch.equal(held.view(32, 128), format.decode(parts))
     with pytest.raises(CheckpointError, match="x_g_idx has inputs in another order"):
         format.to_engine_format("x", parts | {"_g_idx": parts["_g_idx"].flip(0)})
-    wrong = words(torch.full((4, 32), middle + 1), kept.bits, 1)
+    wrong = pack_words(torch.full((4, 32), middle + 1), kept.bits, 1)
     assert "has zero points other than" in str(format.fault(parts | {"_qzeros": wrong}))
 
 

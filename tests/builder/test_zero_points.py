@@ -1,6 +1,7 @@
 """Integers with zero points stay as they are: in the model, in the weights file, in an engine."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mtpbuild.builder.formats.integers import INT4, INT8, MOVED, Integers, join_
 from mtpbuild.builder.models.common.blocks import PackedBlocks, PackedExperts
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.program.engine_weights import EngineWeights
+from mtpbuild.builder.program.opened_model import OpenedModel
 from mtpbuild.builder.targets.onnxruntime.pipeline import CPU
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.lab.measure.checks import ROUNDED
@@ -22,22 +24,15 @@ from mtpbuild.lab.verify.plain import judge_texts
 from mtpbuild.plugins.product_packed.op import unpacked
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.gguf_files import write_wide
+from tests.support.gguf_files import WIDE, write_hybrid
 from tests.support.numbers import check_rounded, plain_with_rounding, played
 from tests.support.opened import load_model, opened
+from tests.support.other_formats import WRITTEN, pack_words
 from tests.support.requests import build, build_request
 
-DATA = Path(__file__).parents[1] / "data/checkpoints"
 SHAPE = QUANTIZABLE | {"qk_rope_head_dim": 8}  # numbers of outputs fill words
 MANY = SHAPE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 30]]
-
-
-def words(codes: Tensor, dim: int) -> Tensor:
-    """Pack numbers of 4 bits along an axis, the lowest bits first."""
-    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 8))
-    packed = (fields << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int().movedim(-1, dim).contiguous()
 
 
 def as_gptq(plain: Path, folder: Path, group: int) -> Path:
@@ -53,8 +48,8 @@ def as_gptq(plain: Path, folder: Path, group: int) -> Path:
         codes = (groups / scales.float()[..., None]).round() + zeros[..., None]
         del tensors[name]
         at = name.removesuffix("weight")
-        tensors[f"{at}qweight"] = words(codes.clamp(0, 15).flatten(1).T, 0)
-        tensors[f"{at}qzeros"] = words(zeros.T - 1, 1)
+        tensors[f"{at}qweight"] = pack_words(codes.clamp(0, 15).flatten(1).T, 4, 0)
+        tensors[f"{at}qzeros"] = pack_words(zeros.T - 1, 4, 1)
         tensors[f"{at}scales"] = scales.T.contiguous()
     raw = json.loads((plain / "config.json").read_text())
     output = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": False}
@@ -67,11 +62,28 @@ def as_gptq(plain: Path, folder: Path, group: int) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.set_num_threads(1)
-    place, found = tmp_path_factory.mktemp("zeros"), {"awq": DATA / "autoawq"}
+    place, found = tmp_path_factory.mktemp("zeros"), {"awq": WRITTEN / "autoawq"}
     for name, shape in (("gptq", SHAPE), ("many", MANY)):
         plain = save_checkpoint(place / f"{name}-plain", make_predictable(**shape), **shape)
         found[name] = as_gptq(plain, place / name, 32)
     return found
+
+
+def held_products(model: OpenedModel, place: Path) -> Iterator[tuple[Integers, Tensor, Tensor]]:
+    """Yield each product that stays in integers: its format, what an engine holds, and the file."""
+    EngineWeights(model).write(place, siblings=None)
+    model.model.load_state_dict(load_file(place / WEIGHTS), assign=True)
+    whole = load_model(model.source.folder, model.config)
+    for weight, format in model.table.formats.items():
+        module, wanted = model.model.get_submodule(weight), whole.get_parameter(weight)
+        assert isinstance(format, Integers)
+        if not isinstance(module, PackedBlocks | PackedExperts):
+            continue  # rows that are looked up
+        held = unpacked(module.values, module.scales, module.outputs).mT
+        if weight.endswith("gate_up_proj") and isinstance(module, PackedExperts):
+            gates, ups = held.unflatten(-1, (-1, 2, 32)).unbind(-2)
+            held = torch.cat([gates.flatten(-2), ups.flatten(-2)], dim=-1)
+        yield format, held, wanted
 
 
 @pytest.mark.parametrize(
@@ -79,22 +91,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_the_weights(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted and packed, all that is kept equals the values of the file."""
-    how: Any = {"formats": ("int8", "int4"), "pipeline": CPU}
-    model = opened(folders[name], **how, rounds_to=None)
-    EngineWeights(model).write(tmp_path, siblings=None)
-    model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
-    whole, seen = load_model(folders[name], model.config), set[str | None]()
-    for weight, format in model.table.formats.items():
-        assert isinstance(format, Integers)
-        module, wanted = model.model.get_submodule(weight), whole.get_parameter(weight)
-        assert isinstance(module, PackedBlocks | PackedExperts)
-        found = unpacked(module.values, module.scales, module.outputs).mT
-        if weight.endswith("gate_up_proj") and isinstance(module, PackedExperts):
-            gates, ups = found.unflatten(-1, (-1, 2, 32)).unbind(-2)
-            found = torch.cat([gates.flatten(-2), ups.flatten(-2)], dim=-1)
-        assert torch.equal(found, wanted), weight
-        seen.add(format.offsets)
-    assert seen == {"zeros"}
+    model = opened(folders[name], formats=("int8", "int4"), pipeline=CPU, rounds_to=None)
+    for format, held, wanted in held_products(model, tmp_path):
+        assert format.offsets == "zeros"
+        assert torch.equal(held, wanted)
     assert "held in int4" in describe_formats(model)
     assert [*list_notes(model)] == []
 
@@ -124,23 +124,15 @@ def test_minima_of_gguf(
 ) -> None:
     """Products stay int4; an engine says what the plain model says with inputs in int8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    path = write_wide(tmp_path / "a.gguf", kind)
+    path = write_hybrid(tmp_path / "a.gguf", kind, **WIDE)
     folder = find_model(str(path)).folder
     model = opened(folder, formats=("int8", "int4"), rounds_to="int8", pipeline=CPU)
+    assert model.table.formats["embed_tokens"] is INT8
+    close = {"rtol": 0, "atol": 0} if kind == "Q4_1" else {"rtol": 2e-3, "atol": 1e-3}
     (tmp_path / "w").mkdir()
-    EngineWeights(model).write(tmp_path / "w", None)
-    model.model.load_state_dict(load_file(tmp_path / "w" / WEIGHTS), assign=True)
-    whole = load_model(folder, model.config)
-    formats = dict(model.table.formats)
-    assert formats.pop("embed_tokens") is INT8
-    for weight, format in formats.items():
-        module, wanted = model.model.get_submodule(weight), whole.get_parameter(weight)
-        assert isinstance(format, Integers)
-        assert isinstance(module, PackedBlocks)
+    for format, held, wanted in held_products(model, tmp_path / "w"):
         assert format.offsets == "minima"
-        found = unpacked(module.values, module.scales, module.outputs).mT
-        close = {"rtol": 0, "atol": 0} if kind == "Q4_1" else {"rtol": 2e-3, "atol": 1e-3}
-        torch.testing.assert_close(found, wanted, **close)
+        torch.testing.assert_close(held, wanted, **close)
     (line,) = (line for line in caplog.messages if "are rounded to" in line)
     assert line.startswith(f"note: quantised weights (1 in {kind.lower()}) are rounded to int8")
     assert ("rounded to fp16 scales and minima, relative error 0.0" in line) == (kind == "Q4_K")
@@ -156,21 +148,13 @@ def test_minima_of_gguf(
 
 def test_biases_of_mlx(tmp_path: Path) -> None:
     """Integers of 2 to 8 bits are kept, also in products of several widths."""
-    folder = DATA / "mlx_deepseek"
     how: Any = {"formats": ("int8", "int4"), "rounds_to": "int8", "pipeline": CPU, "drafts": False}
-    model = opened(folder, **how)
-    EngineWeights(model).write(tmp_path, None)
-    assert model.checkpoint.losses.keys() == {"model.embed_tokens.weight"}
-    model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
-    whole, widths = load_model(folder, model.config), set[int]()
-    modules = {name: model.model.get_submodule(name) for name in model.table.formats}
-    packed = {name: each for name, each in modules.items() if isinstance(each, PackedBlocks)}
-    for weight, module in packed.items():
-        found = unpacked(module.values, module.scales, module.outputs).mT
-        assert torch.equal(found, whole.get_parameter(weight)), weight
-        format = model.table.formats[weight]
+    model, widths = opened(WRITTEN / "mlx_deepseek", **how), set[int]()
+    for format, held, wanted in held_products(model, tmp_path):
         assert format.offsets == "minima"
+        assert torch.equal(held, wanted)
         widths.add(format.bits)
+    assert model.checkpoint.losses.keys() == {"model.embed_tokens.weight"}
     assert widths == {4, 8}
 
 

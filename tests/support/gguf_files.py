@@ -20,34 +20,33 @@ from tests.support.scripts import benchmark
 
 convert = benchmark("gguf_convert")
 
-# Rows are whole blocks of 32.
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen3.5": {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
-        "tie_word_embeddings": False,
-    },
+# Sizes with which rows are whole blocks of 32.
+HYBRID: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 6,
+    "tie_word_embeddings": False,
 }  # fmt: skip
-LATENT = {
-    "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32,
-    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+GLM = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+LATENT = GLM | {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
 }  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "gigachat": LATENT,
     "glm-flash": LATENT,
     "deepseek-v3.2": LATENT | {"index_head_dim": 32},
     "glm-5": LATENT | {"index_head_dim": 32},
-    "glm-air": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
-    "glm-4.6": {
-        "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
-    },
-    "qwen3.5-moe": SMALL["qwen3.5"]
-    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
-    "qwen3-next": SMALL["qwen3.5"]
-    | {
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "mlp_only_layers": [],
-    },
+    "glm-air": GLM,
+    "glm-4.6": GLM
+    | {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}},
+    "qwen3.5-moe": HYBRID | EXPERTS,
+    "qwen3-next": HYBRID | EXPERTS | {"mlp_only_layers": []},
+}
+SIZES = {"qwen3.5": HYBRID} | OTHERS
+WIDE = {  # rows of a hybrid that are whole blocks of 256
+    "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "linear_num_value_heads": 8,
+    "num_hidden_layers": 2, "full_attention_interval": 2,
 }  # fmt: skip
 Array = npt.NDArray[np.float32]
 Read = Callable[[str], Array]  # a tensor of the checkpoint, by name
@@ -65,8 +64,9 @@ def converted(c: dict[str, Any], names: set[str], read: Read) -> Iterator[tuple[
 
 
 def random_tensors(name: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, Array]]:
-    c = make_config(name, **overrides)
-    stored = make_family(name, **overrides).state_dict()
+    """Return the configuration and the converted tensors of a random model of a family."""
+    sizes = SIZES[name] | overrides
+    c, stored = make_config(name, **sizes), make_family(name, **sizes).state_dict()
     return c, dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
 
 
@@ -143,15 +143,9 @@ def dequantised(path: Path) -> dict[str, Array]:
     return found
 
 
-def write_wide(path: Path, kind: str) -> Path:
-    """Write a random hybrid whose rows fill blocks of 256, in one type."""
-    wide = {
-        "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 8,
-        "tie_word_embeddings": False, "num_hidden_layers": 2, "full_attention_interval": 2,
-    }  # fmt: skip
-    c, stored = make_config("qwen3.5", **wide), make_family("qwen3.5", **wide).state_dict()
-    tensors = dict(converted(c, {*stored}, lambda key: stored[key].float().numpy()))
+def write_hybrid(path: Path, kind: str, **overrides: Any) -> Path:
+    """Write a random hybrid in one type."""
+    c, tensors = random_tensors("qwen3.5", **overrides)
     return write_gguf(path, c, tensors, usual(Type[kind]))
 
 

@@ -18,11 +18,9 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from tests.support.families import make_config, make_family
 from tests.support.gguf_files import (
-    OTHERS,
-    SMALL,
     assert_equal_weights,
-    converted,
     open_gguf,
+    random_tensors,
     usual,
     write_gguf,
 )
@@ -48,6 +46,14 @@ Write = Callable[[Path], Written]
 
 def digest(values: Tensor) -> str:
     return hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()
+
+
+def pack_words(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Pack numbers into int32 words along an axis, the lowest bits first."""
+    fields = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits))
+    packed = (fields << torch.arange(0, 32, bits)).sum(-1)
+    signed = torch.where(packed >= 2**31, packed - 2**32, packed)
+    return signed.int().movedim(-1, dim).contiguous()
 
 
 def by_package(name: str) -> Write:
@@ -92,11 +98,9 @@ def by_formulas(
 
 def by_gguf(family: str, kind: str) -> Write:
     """Write a GGUF file by the package `gguf`, its head inside."""
-    sizes = SMALL.get(family) or OTHERS[family]
 
     def write(place: Path) -> Written:
-        c, stored = make_config(family, **sizes), make_family(family, **sizes).state_dict()
-        tensors = dict(converted(c, {*stored}, lambda name: stored[name].float().numpy()))
+        c, tensors = random_tensors(family)
         path = write_gguf(place.with_suffix(".gguf"), c, tensors, usual(Type[kind]))
         folder = find_model(str(path)).folder
         return Written(folder, lambda: assert_equal_weights(path, c, open_gguf(path)))
