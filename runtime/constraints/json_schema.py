@@ -17,7 +17,8 @@ COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "depe
 OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 DRAFT = re.compile(r"https?://json-schema\.org/draft(/2020-12|/2019-09|-0[467])/schema#?")
-ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$comment"}
+EXACT = 2**53  # up to it all whole numbers are floats, as llguidance's constants and bounds are
+LARGEST_BOUND = 2**63 - 1024  # the largest float that llguidance takes as a bound of integers
 # In a schema's text: a control character without a short escape, or a pattern's escape for it.
 CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
@@ -196,18 +197,42 @@ def _rewrite_texts(schema: Json) -> None:
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Replace exclusive bounds beyond 2^53 by inclusive bounds."""
+    """Write bounds beyond 2^53 as inclusive floats; raise ValueError for such constants."""
+    largest = EXACT if "number" in str(schema.get("type", "number")) else LARGEST_BOUND
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
         if isinstance(bound, bool):  # as in draft 4
             bound = schema.pop(name, None) if bound else None
-        if isinstance(bound, int | float) and abs(bound) >= 2**53:
+        if isinstance(bound, int | float) and abs(bound) >= EXACT:
             tightest = max if step > 0 else min
             inside = int(bound) + step  # floats of this size are whole
             schema[name] = tightest(inside, schema.get(name, inside))
         elif bound is not None:
             schema[exclusive] = bound
+        if isinstance(bound := schema.get(name), int | float) and abs(bound) > EXACT:
+            schema[name] = _round_bound(bound, step, largest)
+    loads(dumps([schema.get("const"), schema.get("enum")]), parse_int=_parse_exact)
+
+
+def _round_bound(bound: float, step: int, largest: int) -> int:
+    """Return the float nearest to a bound among those inside it and up to `largest`.
+
+    step: 1 for a minimum, -1 for a maximum. Raises ValueError if there is none.
+    """
+    rounded = float(bound)
+    if rounded * step < bound * step:
+        rounded = math.nextafter(rounded, step * math.inf)
+    if rounded * step > largest:
+        raise ValueError(f"a bound of {bound:.40g} is not supported")
+    return step * max(int(rounded) * step, -largest)
+
+
+def _parse_exact(text: str) -> int:
+    """Parse a whole number; raise ValueError for one that floats may change."""
+    if abs(number := int(text)) > EXACT:
+        raise ValueError(f"the constant {text:.40} is not supported: it is beyond 2^53")
+    return number
 
 
 def _simplify(value: Any) -> Any:
