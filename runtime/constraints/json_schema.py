@@ -31,7 +31,8 @@ def prepare_schema(text: str) -> Json:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object, true or false")
-    schema = _rewrite(loads(close_objects(dumps(schema))))
+    close_objects(schema)
+    schema = _rewrite(schema)
     json_text = dumps(schema, ensure_ascii=False)
     # With \u escapes an additional property could be another spelling of a listed name.
     escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
@@ -51,27 +52,22 @@ def make_object_schema(schema: Any) -> Json:
     return {**schema, "type": "object"}
 
 
-def close_objects(text: str) -> str:
-    """Return a schema whose objects have only the properties that it lists or requires.
+def close_objects(schema: Json) -> None:
+    """Limit a schema's objects to the properties that it lists or requires.
 
     Otherwise a model could keep inventing properties. Whatever fits the result fits the schema. A
-    schema that combines properties from several places stays unchanged, as does invalid JSON.
+    schema that combines properties from several places stays unchanged.
     """
-    try:
-        schema = loads(text)
-        parts = [*_walk_subschemas(schema)]
-    except (ValueError, RecursionError):
-        return text
+    parts = [*_walk_subschemas(schema)]
     if any("allOf" in p or (OF_OBJECTS & p.keys() and COMBINING & p.keys()) for p in parts):
-        return text
+        return
     if not all(_are_disjoint(p["oneOf"], schema) for p in parts if "oneOf" in p):
-        return text  # a value that fits one alternative, once closed, could fit another if open
+        return  # a value that fits one alternative, once closed, could fit another if open
     for part in parts:
         if isinstance(listed := part.get("properties"), dict):
             if "additionalProperties" not in part and isinstance(part.get("required"), list):
                 listed.update({n: True for n in part["required"] if n not in listed})
             part.setdefault("additionalProperties", False)
-    return dumps(schema, ensure_ascii=False)
 
 
 def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:

@@ -23,7 +23,7 @@ from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
-from mtpbuild.runtime.tool_calls import FORMS
+from mtpbuild.runtime.tool_calls.forms import FORMS
 from tests.support.invoke import invoke
 from tests.support.live_server import live
 
