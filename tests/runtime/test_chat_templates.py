@@ -406,11 +406,6 @@ def test_what_is_not_a_conversation(messages: Any) -> None:
         one("{{ messages }}").render(messages)
 
 
-def test_a_template_that_is_damaged() -> None:
-    with pytest.raises(EngineFileError, match=r"chat_template\.jinja: line 2: .*rebuild"):
-        one("fine\n{% if %}").render(HELLO)
-
-
 @pytest.mark.parametrize("config", [{"chat_template": [{"name": "x"}]}, {"chat_template": [5]}])
 def test_templates_that_can_not_be(tmp_path: Path, config: dict[str, Any]) -> None:
     write_files(tmp_path, features(**config))

@@ -1,8 +1,6 @@
-"""The loop over fake programs: drafting, batching and chunking never change the tokens."""
+"""The loop over fake programs: which chunks, steps and moves it runs, and what they give."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError
@@ -14,37 +12,6 @@ from tests.support.fakes import (
     mixed,
     scripted,
 )
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    prompts=st.lists(
-        st.lists(st.integers(2, 299), min_size=1, max_size=30), min_size=1, max_size=7
-    ),
-    slots=st.integers(1, 4),
-    nextn=st.integers(0, 4),
-    lookahead=st.integers(0, 4),
-    wrong=st.sets(st.integers(0, 63)),
-    counts=st.data(),
-)
-def test_any_batch_gives_each_request_its_own_tokens(
-    prompts: list[list[int]],
-    slots: int,
-    nextn: int,
-    lookahead: int,
-    wrong: set[int],
-    counts: st.DataObject,
-) -> None:
-    """Whatever is drafted, and however prompts are cut, tokens are those of plain decoding."""
-    engine, _ = fake_engine(
-        nextn=nextn, lookahead=lookahead, max_batch=slots, draft_is_right=lambda p: p not in wrong
-    )
-    params = [SamplingParams(max_tokens=counts.draw(st.integers(1, 33))) for _ in prompts]
-    results = engine.generate(prompts, params)
-    for prompt, wanted, result in zip(prompts, params, results, strict=True):
-        assert result.token_ids == continuation(prompt, wanted.max_tokens)
-    assert engine.stats.requests_running == engine.stats.requests_waiting == 0
-    assert engine.stats.requests_ended == len(prompts)
 
 
 def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> None:
