@@ -5,7 +5,8 @@ import logging
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.requests.stats import AcceptanceCounter
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
+from mtpbuild.runtime.requests.totals import RequestTotals
 from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 
 
@@ -46,9 +47,11 @@ def test_before_the_first_step_nothing_is_claimed() -> None:
 def test_a_request_that_ends_within_a_step() -> None:
     """Drafts are counted by whole steps, tokens as far as the request got them."""
     engine, _ = fake_engine(nextn=3)
-    result = engine.generate([5], SamplingParams(max_tokens=3))  # 1 token, then 4, of which 2 stay
+    params = SamplingParams(max_tokens=3, logprobs=0)
+    result = engine.generate([5], params)  # 1 token, then 4, of which 2 stay
     report = result.metrics.speculative_decoding
     assert len(result.token_ids) == result.metrics.output_tokens == 3
+    assert [entry.token_id for entry in result.logprobs or ()] == result.token_ids
     assert report.acceptance_histogram == [1, 0, 0, 1]
     assert report.num_accepted_draft_tokens == report.num_draft_tokens == 3
     assert engine.stats.speculative_decoding == report
@@ -67,6 +70,24 @@ def test_times() -> None:
     assert many.tpot_s is not None
     assert many.tpot_s >= 0.01
     assert 10 < many.tokens_per_s <= 100
+
+
+def test_sums_of_sizes_and_times() -> None:
+    """A request that waited 0.25 s for its slot and 0.5 s more for the first of three tokens."""
+    totals, drafts = RequestTotals(100), AcceptanceCounter(1).report()
+    metrics = RequestMetrics(5, 3, 0.75, 0.125, 9.0, drafts, queue_s=0.25)
+    totals.add_request(metrics, 7, 1.25)
+    assert {name: h.sum for name, h in totals.histograms.items() if h.sum} == {
+        "request_params_max_tokens": 7,
+        "request_prompt_tokens": 5,
+        "request_generation_tokens": 3,
+        "e2e_request_latency_seconds": 1.25,
+        "request_queue_time_seconds": 0.25,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 0.25,
+        "request_inference_time_seconds": 0.75,
+        "request_time_per_output_token_seconds": 0.125,
+    }
 
 
 @pytest.mark.parametrize(
