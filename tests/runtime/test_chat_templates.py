@@ -32,22 +32,17 @@ from tests.support.model_tokenizers import (
 
 Messages = list[dict[str, Any]]
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Погода <сейчас> & today",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "array", "items": {"type": "integer"}},
-                "unit": {"enum": ["C", "F"]},
-            },
-            "required": ["city"],
-        },
+CITIES = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "array", "items": {"type": "integer"}},
+        "unit": {"enum": ["C", "F"]},
     },
+    "required": ["city"],
 }
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather"}}
+WEATHER["function"] |= {"description": "Погода <сейчас> & today", "parameters": CITIES}
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock", "parameters": None}}
 
 
@@ -65,20 +60,14 @@ LONG: Messages = [
 ]
 CALLS: Messages = [
     {"role": "user", "content": "Weather in Köln?"},
-    {
-        "role": "assistant", "content": None, "reasoning": "ask",
-        "tool_calls": [call("a", city="Köln")],
-    },
+    {"role": "assistant", "content": None, "reasoning": "ask"}
+    | {"tool_calls": [call("a", city="Köln")]},
     {"role": "tool", "tool_call_id": "a", "name": "weather", "content": '{"t": 20}'},
 ]  # fmt: skip
 TWO_CALLS: Messages = [
     *CALLS[:1],
-    {
-        "role": "assistant",
-        "content": "Two.",
-        "reasoning_content": "both",
-        "tool_calls": [call("a", city="Köln", days=[1, 2]), call("b", city="Ulm")],
-    },
+    {"role": "assistant", "content": "Two.", "reasoning_content": "both"}
+    | {"tool_calls": [call("a", city="Köln", days=[1, 2]), call("b", city="Ulm")]},
     CALLS[2],
     CALLS[2] | {"tool_call_id": "b"},
 ]

@@ -4,14 +4,7 @@ import pytest
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError
-from tests.support.fakes import (
-    EOS,
-    FakePrograms,
-    continuation,
-    fake_engine,
-    mixed,
-    scripted,
-)
+from tests.support.fakes import EOS, FakePrograms, continuation, fake_engine, mixed, scripted
 
 
 def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> None:

@@ -33,12 +33,7 @@ from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.requests.step_controls import fits, make_step_controls
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, list_http_settings
 from mtpbuild.runtime.server.answers import seed_choices
-from tests.support.fakes import (
-    FakePrograms,
-    backend_tokenizer,
-    fake_manifest,
-    fake_tokenizer,
-)
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live
 
 V, LARGEST = 300, 2**31 - 1

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics
+from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics, SpeculativeDecoding
 from mtpbuild.runtime.requests.totals import RequestTotals
 from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
 
@@ -14,34 +14,21 @@ def test_formulas() -> None:
     counts = AcceptanceCounter(nextn=3)
     for accepted, drafted in [(0, 0), (3, 3), (1, 3), (0, 3), (3, 3), (2, 2)]:
         counts.add(accepted, drafted)
-    report = counts.report()
-    assert report.acceptance_histogram == [2, 1, 1, 2]
-    assert report.num_spec_steps == 6
-    assert report.num_accepted_draft_tokens == 9
-    assert report.num_draft_tokens == 14
-    assert report.num_spec_tokens == 3
-    assert report.mean_acceptance_length == 1 + 9 / 6
-    assert counts.tokens == 6 + 9
-    assert report.draft_acceptance_rate == 9 / 14
-    assert report.per_position_acceptance_rates == [4 / 6, 3 / 6, 2 / 6]
+    rates = [4 / 6, 3 / 6, 2 / 6]
+    wanted = SpeculativeDecoding(1 + 9 / 6, 9 / 14, rates, [2, 1, 1, 2], 6, 9, 14, 3)
+    assert (counts.report(), counts.tokens) == (wanted, 6 + 9)
 
 
 def test_without_drafting_every_step_gives_one_token() -> None:
     manifest = fake_manifest(nextn=0)
     result = Engine(FakePrograms(manifest), manifest).generate([5], SamplingParams(max_tokens=7))
-    report = result.metrics.speculative_decoding
-    assert report.num_spec_steps == 7
-    assert report.mean_acceptance_length == 1
-    assert report.draft_acceptance_rate is None
-    assert report.per_position_acceptance_rates == []
-    assert report.acceptance_histogram == [7]
+    wanted = SpeculativeDecoding(1, None, [], [7], 7, 0, 0, 0)
+    assert result.metrics.speculative_decoding == wanted
 
 
 def test_before_the_first_step_nothing_is_claimed() -> None:
-    report = AcceptanceCounter(nextn=1).report()
-    assert report.mean_acceptance_length is None
-    assert report.draft_acceptance_rate is None
-    assert report.per_position_acceptance_rates == [0.0]
+    wanted = SpeculativeDecoding(None, None, [0.0], [0, 0], 0, 0, 0, 1)
+    assert AcceptanceCounter(nextn=1).report() == wanted
 
 
 def test_a_request_that_ends_within_a_step() -> None:
@@ -49,13 +36,10 @@ def test_a_request_that_ends_within_a_step() -> None:
     engine, _ = fake_engine(nextn=3)
     params = SamplingParams(max_tokens=3, logprobs=0)
     result = engine.generate([5], params)  # 1 token, then 4, of which 2 stay
-    report = result.metrics.speculative_decoding
     assert len(result.token_ids) == result.metrics.output_tokens == 3
     assert [entry.token_id for entry in result.logprobs or ()] == result.token_ids
-    assert report.acceptance_histogram == [1, 0, 0, 1]
-    assert report.num_accepted_draft_tokens == report.num_draft_tokens == 3
-    assert engine.stats.speculative_decoding == report
-    assert report.mean_acceptance_length == 3 / 2
+    wanted = SpeculativeDecoding(3 / 2, 1.0, [0.5] * 3, [1, 0, 0, 1], 2, 3, 3, 3)
+    assert result.metrics.speculative_decoding == engine.stats.speculative_decoding == wanted
     assert engine.stats.output_tokens == 3
 
 

@@ -14,13 +14,7 @@ from mtpbuild.runtime.contract.controls import StepControls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
-from tests.support.fakes import (
-    FakePrograms,
-    continuation,
-    fake_engine,
-    fake_manifest,
-    mixed,
-)
+from tests.support.fakes import FakePrograms, continuation, fake_engine, fake_manifest, mixed
 from tests.support.run_command import call, type_in
 
 PROMPT = [5, 6, 7]
