@@ -72,7 +72,7 @@ def test_without_overlap_every_step_is_read_first() -> None:
     draw=st.data(),
 )
 def test_any_batch_gives_each_request_its_own_tokens(
-    prompts: list[list[int]], sizes: dict[str, int], wrong: set[int], draw: st.DataObject
+    prompts: list[list[int]], sizes: dict[str, Any], wrong: set[int], draw: st.DataObject
 ) -> None:
     """Whatever is drafted, and however prompts are cut, tokens are those of plain decoding."""
     engines = both(fake_manifest(**sizes), draft_is_right=lambda position: position not in wrong)
