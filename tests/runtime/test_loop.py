@@ -85,6 +85,16 @@ def test_ranks_share_the_requests() -> None:
         assert result.token_ids == continuation(prompt, count)
 
 
+def test_a_newcomer_goes_to_the_rank_with_the_most_free_slots() -> None:
+    engine, programs = fake_engine(max_batch=2, nextn=0, ranks=2)
+    first, second = (engine.stream([n, n], SamplingParams(max_tokens=50)) for n in (5, 6))
+    next(first)
+    next(second)
+    second.cancel()
+    engine.generate([7, 7], SamplingParams(max_tokens=1))
+    assert [slot for slot, _, _ in programs.chunks] == [0, 2, 2]
+
+
 def test_the_fake_depends_on_all_of_its_history() -> None:
     assert len({mixed([1, 2, 3]), mixed([2, 1, 3]), mixed([1, 2, 4]), mixed([1, 2])}) == 4
 
