@@ -26,7 +26,7 @@ def check_form(kind: str, text: str) -> None:
     if len(text) > LONGEST:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     if kind == "json":
-        _check_schemas([_parse_or_none(text)])
+        _check_schemas(_split_schemas(f"%json {text}")[1])
     elif kind == "regex":
         _check_limit("characters of patterns", len(text), LONGEST_PATTERN)
     elif kind == "grammar":
@@ -60,13 +60,6 @@ def _split_schemas(grammar: str) -> tuple[str, list[Any]]:
         except (ValueError, RecursionError):
             begin = match.end()
     return "".join([*rest, grammar[begin:]]), schemas
-
-
-def _parse_or_none(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -265,16 +265,9 @@ def _write_source(form: StructuredOutputs) -> str:
     try:
         if kind == "json":
             # Imported here, as few engines get schemas, and all load sooner.
-            from mtpbuild.runtime.constraints.json_rules import (
-                has_large_numbers,
-                write_json_rules,
-            )
             from mtpbuild.runtime.constraints.json_schema import prepare_schema
 
-            schema = prepare_schema(text)
-            if has_large_numbers(schema):
-                return grammar_from("lark", write_json_rules(schema, "start"))
-            return LLMatcher.grammar_from_json_schema(dumps(schema))
+            return LLMatcher.grammar_from_json_schema(dumps(prepare_schema(text)))
         return grammar_from(kind, text)
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_cut_to_one_line(str(error))}") from None

@@ -17,7 +17,8 @@ COMBINING = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "depe
 OF_OBJECTS = {"properties", "required", "additionalProperties", "minProperties", "maxProperties"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 DRAFT = re.compile(r"https?://json-schema\.org/draft(/2020-12|/2019-09|-0[467])/schema#?")
-ANNOTATIONS = {"title", "description", "deprecated", "default", "examples", "$comment"}
+EXACT = 2**53  # up to it all whole numbers are floats, as llguidance's constants and bounds are
+LARGEST_BOUND = 2**63 - 1024  # the largest float that llguidance takes as a bound of integers
 # In a schema's text: a control character without a short escape, or a pattern's escape for it.
 CONTROLS = re.compile(r"\\u00[01]|\x7f|\\\\[xuc0]")
 
@@ -30,7 +31,8 @@ def prepare_schema(text: str) -> Json:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise ValueError("a schema is an object, true or false")
-    schema = _rewrite(loads(close_objects(dumps(schema))))
+    close_objects(schema)
+    schema = _rewrite(schema)
     json_text = dumps(schema, ensure_ascii=False)
     # With \u escapes an additional property could be another spelling of a listed name.
     escapes = 'nrbtf\\"u' if CONTROLS.search(json_text) else 'nrbtf\\"'
@@ -50,27 +52,22 @@ def make_object_schema(schema: Any) -> Json:
     return {**schema, "type": "object"}
 
 
-def close_objects(text: str) -> str:
-    """Return a schema whose objects have only the properties that it lists or requires.
+def close_objects(schema: Json) -> None:
+    """Limit a schema's objects to the properties that it lists or requires.
 
     Otherwise a model could keep inventing properties. Whatever fits the result fits the schema. A
-    schema that combines properties from several places stays unchanged, as does invalid JSON.
+    schema that combines properties from several places stays unchanged.
     """
-    try:
-        schema = loads(text)
-        parts = [*_walk_subschemas(schema)]
-    except (ValueError, RecursionError):
-        return text
+    parts = [*_walk_subschemas(schema)]
     if any("allOf" in p or (OF_OBJECTS & p.keys() and COMBINING & p.keys()) for p in parts):
-        return text
+        return
     if not all(_are_disjoint(p["oneOf"], schema) for p in parts if "oneOf" in p):
-        return text  # a value that fits one alternative, once closed, could fit another if open
+        return  # a value that fits one alternative, once closed, could fit another if open
     for part in parts:
         if isinstance(listed := part.get("properties"), dict):
             if "additionalProperties" not in part and isinstance(part.get("required"), list):
                 listed.update({n: True for n in part["required"] if n not in listed})
             part.setdefault("additionalProperties", False)
-    return dumps(schema, ensure_ascii=False)
 
 
 def map_subschemas(schema: Json, change: Callable[[Any], Any]) -> Json:
@@ -196,18 +193,42 @@ def _rewrite_texts(schema: Json) -> None:
 
 
 def _rewrite_bounds(schema: Json) -> None:
-    """Replace exclusive bounds beyond 2^53 by inclusive bounds."""
+    """Write bounds beyond 2^53 as inclusive floats; raise ValueError for such constants."""
+    largest = EXACT if "number" in str(schema.get("type", "number")) else LARGEST_BOUND
     for name, step in (("minimum", 1), ("maximum", -1)):
         exclusive = f"exclusive{name.capitalize()}"
         bound = schema.pop(exclusive, None)
         if isinstance(bound, bool):  # as in draft 4
             bound = schema.pop(name, None) if bound else None
-        if isinstance(bound, int | float) and abs(bound) >= 2**53:
+        if isinstance(bound, int | float) and abs(bound) >= EXACT:
             tightest = max if step > 0 else min
             inside = int(bound) + step  # floats of this size are whole
             schema[name] = tightest(inside, schema.get(name, inside))
         elif bound is not None:
             schema[exclusive] = bound
+        if isinstance(bound := schema.get(name), int | float) and abs(bound) > EXACT:
+            schema[name] = _round_bound(bound, step, largest)
+    loads(dumps([schema.get("const"), schema.get("enum")]), parse_int=_parse_exact)
+
+
+def _round_bound(bound: float, step: int, largest: int) -> int:
+    """Return the float nearest to a bound among those inside it and up to `largest`.
+
+    step: 1 for a minimum, -1 for a maximum. Raises ValueError if there is none.
+    """
+    rounded = float(bound)
+    if rounded * step < bound * step:
+        rounded = math.nextafter(rounded, step * math.inf)
+    if rounded * step > largest:
+        raise ValueError(f"a bound of {bound:.40g} is not supported")
+    return step * max(int(rounded) * step, -largest)
+
+
+def _parse_exact(text: str) -> int:
+    """Parse a whole number; raise ValueError for one that floats may change."""
+    if abs(number := int(text)) > EXACT:
+        raise ValueError(f"the constant {text:.40} is not supported: it is beyond 2^53")
+    return number
 
 
 def _simplify(value: Any) -> Any:

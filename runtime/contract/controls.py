@@ -99,7 +99,7 @@ class StepControls:
 
     @property
     def penalised(self) -> bool:
-        """Tell whether a penalty or a bias changes the model's logits."""
+        """Whether a penalty or a bias changes the model's logits."""
         return any(map(self.counts, PENALISED))
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:

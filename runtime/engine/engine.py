@@ -42,7 +42,7 @@ from mtpbuild.runtime.text.reasoning import BEGIN, END
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.tool_calls import AnswerOptions, ToolUse  # few requests have tools
+    from mtpbuild.runtime.tool_calls.tool_use import AnswerOptions, ToolUse  # few requests need it
 
     class ChatArguments(AnswerOptions, total=False):
         """The options of a conversation and its answer, and who observes the answer's steps."""
@@ -495,7 +495,7 @@ class Engine:
         **options: Unpack[ChatOptions],
     ) -> tuple[Request, AnswerParser]:
         """Check a conversation and its settings; return the request and its answer's parser."""
-        from mtpbuild.runtime.tool_calls import read_tool_use
+        from mtpbuild.runtime.tool_calls.tool_use import read_tool_use
 
         params = _choose_params(params)
         tool_use = read_tool_use(

@@ -10,7 +10,7 @@ from mtpbuild.runtime.requests.stats import RequestMetrics
 from mtpbuild.runtime.text.reasoning import AnswerPiece
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.tool_calls import ToolCallParser
+    from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 
 ToolCall: TypeAlias = dict[str, Any]  # as OpenAI's messages have it
 CALL = {"name": "call", "arguments": "call"}  # kind of a piece -> kind of its block

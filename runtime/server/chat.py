@@ -24,7 +24,7 @@ from mtpbuild.runtime.server.options import ServerOptions
 from mtpbuild.runtime.server.params import check_refused, read_params, translate_errors
 from mtpbuild.runtime.server.protocol import ChatBody
 from mtpbuild.runtime.text.chat_template import ChatOptions
-from mtpbuild.runtime.tool_calls import read_tool_use
+from mtpbuild.runtime.tool_calls.tool_use import read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 T = TypeVar("T", bound=Answer)

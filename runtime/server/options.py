@@ -82,7 +82,8 @@ class ServerOptions(ReplicaFlags):
 
     def __post_init__(self) -> None:
         """Raise UsageError for a value that can't be."""
-        from mtpbuild.runtime.tool_calls import FORMS  # here, as `mtpbuild --help` needs none
+        # Imported here, as `mtpbuild --help` needs none.
+        from mtpbuild.runtime.tool_calls.forms import FORMS
 
         forms = {"tool_call_parser": checks.check_choice(*FORMS, "none")}
         for name, check in {**CHECKS, **forms}.items():

@@ -4,7 +4,6 @@ A template is code from a checkpoint. It runs in Jinja's sandbox, in a separate 
 (`template_pool.py`), and sees plain JSON values alone.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -218,13 +217,8 @@ def _copy_value(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return {_copy_value(key, name): _copy_value(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(
-            _copy_value(item, name) for item in value
-        )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            f.name: _copy_value(getattr(value, f.name), name) for f in dataclasses.fields(value)
-        }
+        items = [_copy_value(item, name) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
         return _copy_value(dump(), name)
     raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from mtpbuild.runtime.constraints.json_rules import write_json_rules
 from mtpbuild.runtime.constraints.json_schema import make_object_schema, prepare_schema
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.tokenizer import Tokenizer
@@ -38,19 +37,15 @@ def write_calls_grammar(
             continue
         parts = opening, json.dumps(name), inner, f"arguments_{number}", closing
         rules.append(f"call_{number}: {' '.join(parts)}")
-        rules.append(_write_arguments_rules(name, schema, f"arguments_{number}"))
+        try:
+            arguments = prepare_schema(json.dumps(make_object_schema(schema)))
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise RequestError(f"tools: {name:.60}: {error}") from None
+        rules.append(f"arguments_{number}: %json {json.dumps(arguments)}")
     first, last = (_quote_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     start = f"start: {first} call{'' if single else '+'} {last}"
     return "\n".join([start, f"call: {call}", *rules])
-
-
-def _write_arguments_rules(name: str, schema: Mapping[str, Any], rule: str) -> str:
-    """Write the rules for a function's arguments, a JSON object; raise RequestError."""
-    try:
-        return write_json_rules(prepare_schema(json.dumps(make_object_schema(schema))), rule)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"tools: {name:.60}: {error}") from None
 
 
 def _quote_literal(text: str, tokenizer: Tokenizer) -> str:
@@ -116,7 +111,7 @@ def _write_member_rules(
     schema = prepare_schema(json.dumps({**shared, **part}))
     return [
         f"{rule}: {tagged(f'{rule}_value', string=False)}",
-        write_json_rules(schema, f"{rule}_value"),
+        f"{rule}_value: %json {json.dumps(schema)}",
     ]
 
 

@@ -19,13 +19,10 @@ ESCAPE = re.compile(rf'\\(?:["\\/bfnrt]|u{HIGH}\\u{LOW}|u(?!{HIGH}|{LOW}){HEX}{{
 UNFINISHED_ESCAPE = re.compile(
     rf"\\(?:u(?:{HEX}{{0,3}}|{HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F]{HEX}?)?)?)?)?))?"
 )
-WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
-NULLS = ("None", "NaN", "Infinity", "-Infinity", "undefined")
+NULLS = ("null", "None", "NaN", "Infinity", "-Infinity", "undefined")
+WORDS = dict.fromkeys(NULLS, "null") | dict.fromkeys(("true", "True"), "true")
+WORDS |= dict.fromkeys(("false", "False"), "false")
 CLOSERS = {"{": "}", "[": "]"}
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def parse_strictly(text: str) -> Any:
@@ -183,7 +180,7 @@ class JsonReader:
         if word.end() == len(text) and not last:
             return None
         self._place, self._comma = "colon" if key else "comma", ""
-        return word.end(), before + (quoted(word[0]) if key else _parse_strict_word(word[0]))
+        return word.end(), before + _write_word(word[0], key=key)
 
     def _in_string(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
         if at == len(text):
@@ -215,13 +212,12 @@ class JsonReader:
         return self._stop(text, space.end(), last)
 
 
-def _parse_strict_word(word: str) -> str:
-    if word in WORDS:
+def _write_word(word: str, *, key: bool) -> str:
+    """Write a word outside quotes in strict JSON: a value's word, or else a text."""
+    if word in WORDS and not key:
         return WORDS[word]
-    if word in NULLS:
-        return "null"
-    if not NUMBER.fullmatch(word) or len(word) > LONGEST_NUMBER:
-        return quoted(word)
+    if key or not NUMBER.fullmatch(word) or len(word) > LONGEST_NUMBER:
+        return json.dumps(word, ensure_ascii=False)
     return word if math.isfinite(float(word)) else "null"
 
 

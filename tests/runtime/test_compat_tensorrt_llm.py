@@ -129,14 +129,11 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
          "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
          "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp"),
         ("tensor_parallel_size: 0", "tensor_parallel_size must be a whole number in 1..64, not 0"),
-        ("moe_expert_parallel_size: -2",
-         "moe_expert_parallel_size must be a whole number in 1..64, not -2"),
         ("enable_attention_dp: 1", "enable_attention_dp must be true or false, not 1"),
         ("pipeline_parallel_size: 2",
          "pipeline_parallel_size 2 is not supported by this version; ranks share a model by "
          "--tp, --ep and --attention-dp alone: leave it out"),
         ("decoding_type: MTP", "unknown key 'decoding_type'; it belongs under speculative_config"),
-        ("max_draft_len: 3", "unknown key 'max_draft_len'; it belongs under speculative_config"),
         ("speculative_config: MTP", ": speculative_config: must be an object of keys and values"),
         ("speculative_config: {max_draft_len: 3}",
          ": speculative_config: decoding_type is missing; supported: MTP"),
@@ -144,8 +141,6 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
          "speculative_config: unknown key 'decode_type'; did you mean 'decoding_type'?"),
         (MTP + "max_draft_len: 16}",
          "speculative_config: max_draft_len must be a whole number in 0..15, not 16"),
-        (MTP + "num_nextn_predict_layers: 16}",
-         "speculative_config: num_nextn_predict_layers must be a whole number in 0..15, not 16"),
         (MTP + "max_draft_len: 3, num_nextn_predict_layers: 2}",
          "nextn: --config x.yaml: speculative_config: max_draft_len says 3, --config x.yaml: "
          "speculative_config: num_nextn_predict_layers says 2; drop one"),
@@ -153,9 +148,7 @@ def test_tensorrt_llm(text: str, settings: Configuration, tmp_path: Path) -> Non
          "unknown key 'num_speculative_tokens'; did you mean 'max_draft_len'?"),
         (MTP + "drafter: x}", "unknown key 'drafter'; did you mean 'use_mtp_vanilla'?"),
         (MTP + "relaxed_top: 3}", "unknown key 'relaxed_top'; did you mean 'relaxed_topk'?"),
-        (MTP + "relaxed_topk: 0}", "relaxed_topk must be a whole number from 1, not 0"),
         (MTP + "relaxed_topk: 2.5}", "relaxed_topk must be a whole number from 1, not 2.5"),
-        (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number in 0..1, not -0.1"),
         (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number in 0..1, not inf"),
         (MTP + "use_mtp_vanilla: 1}", "use_mtp_vanilla must be true or false, not 1"),
         (MTP + "end_thinking_phase_token: -1}",
@@ -168,18 +161,17 @@ def test_tensorrt_llm_refused(text: str, says: str, tmp_path: Path) -> None:
     assert says in line
 
 
-@pytest.mark.parametrize("key", NO_EFFECT)
-def test_keys_without_effect(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *((key, f"{key}: {{any: [1]}}") for key in NO_EFFECT),
+        *((f"speculative_config: {key}", f"{MTP}{key}: 3}}") for key in NO_EFFECT_SPECULATIVE),
+    ],
+)
+def test_keys_without_effect(key: str, text: str, tmp_path: Path) -> None:
     """One line each; some say what to do instead."""
-    [line] = parse_yaml(tmp_path, f"{key}: {{any: [1]}}")["notes"]
+    [line] = parse_yaml(tmp_path, text)["notes"]
     assert line.split("; ")[0] == f"--config {tmp_path}/x.yaml: {key}: no effect"
-
-
-@pytest.mark.parametrize("key", NO_EFFECT_SPECULATIVE)
-def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
-    [line] = parse_yaml(tmp_path, f"{MTP}{key}: 3}}")["notes"]
-    where = f"--config {tmp_path}/x.yaml: speculative_config"
-    assert line.split("; ")[0] == f"{where}: {key}: no effect"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +232,4 @@ def test_other_methods(name: str, tmp_path: Path) -> None:
     assert line == (
         f"--config x.yaml: speculative_config: decoding_type: '{name}' is not supported by "
         "mtpbuild; supported: MTP"
-    )
-
-
-def test_an_unknown_method(tmp_path: Path) -> None:
-    assert refused_yaml(tmp_path, "speculative_config: {decoding_type: MPT}") == (
-        "--config x.yaml: speculative_config: decoding_type: unknown method 'MPT', known: MTP, "
-        "AUTO, DFlash, Draft_Target, Eagle, Eagle3, Lookahead, Medusa, NGram, PARD, SA, SaveState, "
-        "User_Provided"
     )

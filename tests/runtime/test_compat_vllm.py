@@ -95,14 +95,10 @@ def test_older_method_names(alias: str) -> None:
         ('{"method": "mtp", "method": "mtp"}', "'method' is given twice"),
         ('{"num_speculative_tokens": 16}',
          "num_speculative_tokens must be a whole number in 0..15, not 16"),
-        ('{"num_speculative_tokens": -1}',
-         "num_speculative_tokens must be a whole number in 0..15, not -1"),
         ('{"num_speculative_tokens": "3"}',
          "num_speculative_tokens must be a whole number in 0..15, not '3'"),
         ('{"num_speculative_tokens": true}',
          "num_speculative_tokens must be a whole number in 0..15, not True"),
-        ('{"num_speculative_tokens": 3.0}',
-         "num_speculative_tokens must be a whole number in 0..15, not 3.0"),
         ('{"num_speculative_token": 3}',
          "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'?"),
         ('{"max_draft_len": 3}',
@@ -168,13 +164,8 @@ def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ..
 @pytest.mark.parametrize("key", NO_EFFECT)
 def test_vllm_keys_without_effect(key: str) -> None:
     [line] = parse_speculative_config(in_json(**{key: 3}))["notes"]
-    assert line.split("; ")[0] == f"--speculative-config: {key}: no effect"
-
-
-def test_a_line_may_say_what_to_do() -> None:
-    assert parse_speculative_config('{"model": "x"}')["notes"] == (
-        "--speculative-config: model: no effect; the MTP modules are those of the checkpoint",
-    )
+    instead = "; the MTP modules are those of the checkpoint" if key == "model" else ""
+    assert line == f"--speculative-config: {key}: no effect{instead}"
 
 
 @pytest.mark.parametrize("key", REFUSED)

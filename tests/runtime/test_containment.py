@@ -68,6 +68,10 @@ def make_engine(slots: int = 3) -> tuple[Engine, FakePrograms]:
     return fake_engine(limit=1 << 20, max_batch=slots, max_seq_len=600, width=1)
 
 
+async def ask(engine: Engine) -> list[int]:
+    return [t async for c in engine.astream(VICTIM, TWENTY) for t in c.token_ids]
+
+
 def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:
     """Let call number `count` of a method raise, from now on; return what undoes it."""
     real, calls = getattr(owner, name), itertools.count()
@@ -207,13 +211,10 @@ def test_a_run_that_fails_ends_all(run: str) -> None:
 def test_asyncio_goes_on_after_rows_that_could_not_be_stored() -> None:
     engine, programs = make_engine()
 
-    async def ask() -> list[int]:
-        return [t async for c in engine.astream(VICTIM, TWENTY) for t in c.token_ids]
-
     async def main() -> None:
         undo = raise_once(programs, "save_rows")
-        assert await ask() == continuation(VICTIM, 20)
-        assert await asyncio.wait_for(ask(), 10) == continuation(VICTIM, 20)
+        assert await ask(engine) == continuation(VICTIM, 20)
+        assert await asyncio.wait_for(ask(engine), 10) == continuation(VICTIM, 20)
         undo()
 
     with engine:
@@ -225,18 +226,15 @@ def test_a_dead_thread_is_known() -> None:
     """Nobody waits for ever: whoever runs or asks gets an error, and the engine says so."""
     engine, _ = make_engine()
 
-    async def ask() -> list[int]:
-        return [t async for c in engine.astream(VICTIM, TWENTY) for t in c.token_ids]
-
     async def main() -> None:
-        await ask()
+        await ask(engine)
         engine._loaded.driver.call_between_steps = raise_always  # type: ignore[method-assign]
         with contextlib.suppress(EngineError):  # the thread ends before this request or after it
-            await asyncio.wait_for(ask(), 10)
+            await asyncio.wait_for(ask(engine), 10)
         until(lambda: engine.failure)
         for _ in range(2):
             with pytest.raises(EngineError, match="the thread that steps has ended: lost"):
-                await asyncio.wait_for(ask(), 10)
+                await asyncio.wait_for(ask(engine), 10)
 
     def raise_always(act: Callable[[], None]) -> None:
         raise RuntimeError("lost")
@@ -252,18 +250,15 @@ def test_a_dead_thread_is_known() -> None:
 def test_a_forked_process_is_told() -> None:
     engine, _ = make_engine()
 
-    async def ask() -> list[int]:
-        return [t async for c in engine.astream(VICTIM, TWENTY) for t in c.token_ids]
-
     with engine:
-        asyncio.run(ask())
+        asyncio.run(ask(engine))
         running = engine.stream(VICTIM, TWENTY)
         next(running)
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             output = list[str]()
             for call in (
-                lambda: asyncio.run(ask()),
+                lambda: asyncio.run(ask(engine)),
                 lambda: engine.generate(VICTIM),
                 running.result,
             ):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -341,24 +342,26 @@ def test_anything_is_followed_or_refused(
     assert allowed, "a token is always allowed"
 
 
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    close_objects(copy := deepcopy(schema))
+    return copy
+
+
 def test_an_object_has_the_properties_that_are_listed() -> None:
     """Closed where that is said nowhere; never where properties come from several places."""
     inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
     schema = {"properties": {"a": {"items": inner}}, "$defs": {"b": {"anyOf": [inner]}}}
     shut = inner | {"additionalProperties": False}
-    assert json.loads(close_objects(json.dumps(schema))) == {
+    assert closed(schema) == {
         "properties": {"a": {"items": shut}},
         "$defs": {"b": {"anyOf": [shut]}},
         "additionalProperties": False,
     }
     listed: dict[str, Any] = {"properties": {"a": {}}}
-    others: list[Any] = [
+    for other in (
         listed | {"additionalProperties": True},
         listed | {"additionalProperties": {"type": "string"}},
         listed | {"anyOf": [{"properties": {"b": {}}}]},
-        {"allOf": [listed, {"properties": {"b": {}}}]}, {"type": "object"}, True,
-    ]  # fmt: skip
-    for other in others:
-        assert json.loads(close_objects(json.dumps(other))) == other
-    assert close_objects("no JSON") == "no JSON"
-    assert close_objects("[" * 100_000) == "[" * 100_000
+        {"allOf": [listed, {"properties": {"b": {}}}]}, {"type": "object"},
+    ):  # fmt: skip
+        assert closed(other) == other

@@ -14,7 +14,6 @@ from llguidance import LLMatcher, LLTokenizer
 from mtpbuild.runtime import RequestError, StructuredOutputs
 from mtpbuild.runtime.constraints.grammar import _write_source
 from mtpbuild.runtime.constraints.json_patterns import translate_pattern
-from mtpbuild.runtime.constraints.json_rules import match_integers
 from mtpbuild.runtime.constraints.json_schema import make_object_schema
 
 BYTES = LLTokenizer("byte")
@@ -60,32 +59,14 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     (text_of(r"^[[\]&~-]\/{1,2}?$"), ['"[/"', '"]//"', '"-/"'], ['"a/"']),
     (text_of(r"^\uD83D\uDE00[^]\x41$"), ['"😀bA"'], ['"😀A"']),
     (text_of("^a{$"), ['"a{"'], []),
-    # Numbers beyond 2^53.
-    ({"enum": [BIG, -(10**30), "a"]}, [str(BIG), f"-1{'0' * 30}", '"a"'], [str(BIG - 1), "-1e30"]),
-    ({"const": {"a": [BIG]}}, [f'{{"a":[{BIG}]}}'], [f'{{"a":[{BIG + 1}]}}']),
-    ({"enum": [BIG, "a"], "type": "string"}, ['"a"'], [str(BIG)]),
-    (INT | {"minimum": BIG, "maximum": BIG + 2}, [str(BIG), str(BIG + 2)], [str(BIG - 1)]),
-    (INT | {"exclusiveMinimum": 10**30}, [str(10**30 + 1), "9" * 40], [str(10**30), "7"]),
+    # Bounds beyond 2^53 move to the next float inside.
+    (INT | {"minimum": BIG, "maximum": BIG + 2}, [str(BIG + 1)], [str(BIG), str(BIG + 2)]),
     (INT | {"exclusiveMaximum": -BIG}, [str(-BIG - 1)], [str(-BIG), "0"]),
-    (INT | {"maximum": 2**64 - 1, "minimum": 0}, ["0", str(2**64 - 1)], [str(2**64), "-1"]),
-    ({"type": "number", "maximum": 2**64}, ["0.5", "-3", str(2**64)], [str(2**64 + 1)]),
-    ({"type": ["integer", "null"], "minimum": BIG}, ["null", str(BIG)], [str(BIG - 1)]),
-    ({"minimum": BIG}, ["null", '"a"', str(BIG)], [str(BIG - 1)]),
-    (OBJECT | {"properties": {"a": {"const": BIG}, "b": BOOL, "c": INT}, "required": ["b"]},
-     [f'{{"a":{BIG},"b":true}}', '{"b":true,"c":1}', f'{{"a":{BIG},"b":false,"c":0}}'],
-     ["{}", f'{{"a":{BIG - 1},"b":true}}', f'{{"a":{BIG}}}', '{"b":true,}', '{,"b":true}']),
-    (OBJECT | {"properties": {"a": {"const": BIG}}}, ["{}", f'{{"a":{BIG}}}'], ['{"b":1}']),
-    ({"type": "array", "items": {"enum": [BIG]}, "minItems": 1, "maxItems": 2},
-     [f"[{BIG}]", f"[{BIG},{BIG}]"], ["[]", f"[{BIG},{BIG},{BIG}]", f"[{BIG},]"]),
-    (
-        {"$ref": "#/$defs/list", "$defs": {"list": {"type": ["array", "null"]}}} | {
-            "$defs": {
-                "list": {"anyOf": [{"const": BIG}, {"type": "array", "items": {"$ref": "#"}}]}
-            }
-        },
-        [str(BIG), f"[[{BIG}],[]]"],
-        ["[0]"],
-    ),
+    (INT | {"maximum": 2**64 - 1, "minimum": 0}, ["0", str(10**18 + 1)], [str(2**64), "-1"]),
+    (INT | {"maximum": 2**63 - 1, "minimum": -(2**63)}, [str(BIG), "-1"], [str(2**63)]),
+    ({"type": ["integer", "null"], "minimum": BIG}, ["null", str(BIG + 1)], [str(BIG - 1)]),
+    ({"type": "number", "maximum": 1e300}, ["0.5", "-3", str(2**53)], [str(2**53 + 2)]),
+    ({"maximum": 2**64}, ["null", '"a"', "5"], [str(2**64 + 1)]),
     ({"allOf": [INT | {"maximum": 2**64}]}, ["5", str(2**53)], [str(2**64 + 1)]),
     ({"type": "number", "exclusiveMaximum": 0.3}, ["0.29", "0.2"], ["0.3", "0.30"]),
     ({"type": "number", "maximum": 3, "exclusiveMaximum": True}, ["2.5"], ["3"]),
@@ -141,10 +122,10 @@ def test_what_a_schema_takes(number: int) -> None:
     [(False, "nothing fits the schema false"),
      ({"maximum": float("inf")}, "Infinity is not a finite number"),
      (INT | {"multipleOf": BIG}, "'multipleOf' has too many digits"),
-     ({"allOf": [{"const": BIG}]}, "a number beyond 2^53 is not supported beside allOf"),
-     (INT | {"minimum": BIG + 1, "maximum": BIG}, "no whole number is between"),
-     ({"type": "thing", "const": BIG}, "Invalid type: thing"),
-     ({"properties": [], "const": BIG}, "properties must be an object"),
+     ({"allOf": [{"enum": [{"a": BIG}]}]}, f"constant {BIG} is not supported"),
+     (INT | {"minimum": 2**63}, f"a bound of {2**63} is not supported"),
+     ({"type": "number", "exclusiveMaximum": -(10**30)}, "is not supported"),
+     (INT | {"minimum": BIG + 1, "maximum": BIG}, "minimum"),
      (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
      ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"), ({"if": {}, "const": 1}, '"if"'),
      ({"contains": {}}, '"contains"'), ({"dependentRequired": {}}, '"dependentRequired"'),
@@ -154,21 +135,6 @@ def test_what_a_schema_takes(number: int) -> None:
 def test_what_is_refused_by_name(schema: Any, says: str) -> None:
     with pytest.raises((RequestError, AssertionError), match=re.escape(says)):
         matcher(schema)
-
-
-BOUND = st.integers(-(10**22), 10**22) | st.integers(-300, 300)
-
-
-@settings(max_examples=400, deadline=None)
-@given(ends=st.tuples(BOUND, BOUND), near=st.integers(-3, 3), open_ends=st.sampled_from("-<>="))
-def test_whole_numbers(ends: tuple[int, int], near: int, open_ends: str) -> None:
-    least, most = sorted(ends)
-    low, high = (None if open_ends in "<=" else least), (None if open_ends in ">=" else most)
-    pattern = re.compile(f"(?:{match_integers(low, high)})\\Z")
-    for number in (least + near, most + near, (least + most) // 2, 10 * most, 10 * least, near):
-        fits = (low is None or number >= low) and (high is None or number <= high)
-        assert bool(pattern.match(str(number))) == fits, (number, pattern.pattern)
-    assert not pattern.match("00")
 
 
 def test_patterns_of_neither_syntax_stay() -> None:
@@ -191,15 +157,12 @@ def random_schema(rng: np.random.Generator, depth: int) -> Any:
     def inner() -> Any:
         return random_schema(rng, depth - 1)
 
-    def whole() -> int:
-        return int(rng.integers(-5, 5)) + int(rng.choice([0, 0, 10, -(2**53), 2**53, 2**60])) * 7
-
-    low = whole()
+    low = int(rng.integers(-5, 5)) + int(rng.choice([0, 10, -(2**53), 2**53, 2**60])) * 7
     leaves: list[Any] = [
-        INT | {"minimum": low, "maximum": low + int(rng.integers(9))},
-        INT | {"exclusiveMinimum": low, "exclusiveMaximum": low + 9},
+        INT | {"minimum": low, "maximum": low + int(rng.integers(9, 9000))},
+        INT | {"exclusiveMinimum": low, "exclusiveMaximum": low + 9000},
         {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.3},
-        {"enum": [whole(), "a<think>", None, 0.5, {"x": whole()}]},
+        {"enum": [2**53, "a<think>", None, 0.5, {"x": low % 99}]},
         {"const": str(rng.choice(["\\", '"', "\n", "é"]))},
         text_of(str(rng.choice(['^[^"]{0,3}$', r"^[^\\]{2}$", "^.{1,3}$", r"^\S\W$", "^[^a-z]$"]))),
         format_of(str(rng.choice(["date", "date-time", "time", "ipv4", "ipv6", "uuid"]))),

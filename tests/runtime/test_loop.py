@@ -1,50 +1,10 @@
-"""The loop over fake programs: drafting, batching and chunking never change the tokens."""
+"""The loop over fake programs: which chunks, steps and moves it runs, and what they give."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.errors import NotFiniteError
-from tests.support.fakes import (
-    EOS,
-    FakePrograms,
-    continuation,
-    fake_engine,
-    mixed,
-    scripted,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    prompts=st.lists(
-        st.lists(st.integers(2, 299), min_size=1, max_size=30), min_size=1, max_size=7
-    ),
-    slots=st.integers(1, 4),
-    nextn=st.integers(0, 4),
-    lookahead=st.integers(0, 4),
-    wrong=st.sets(st.integers(0, 63)),
-    counts=st.data(),
-)
-def test_any_batch_gives_each_request_its_own_tokens(
-    prompts: list[list[int]],
-    slots: int,
-    nextn: int,
-    lookahead: int,
-    wrong: set[int],
-    counts: st.DataObject,
-) -> None:
-    """Whatever is drafted, and however prompts are cut, tokens are those of plain decoding."""
-    engine, _ = fake_engine(
-        nextn=nextn, lookahead=lookahead, max_batch=slots, draft_is_right=lambda p: p not in wrong
-    )
-    params = [SamplingParams(max_tokens=counts.draw(st.integers(1, 33))) for _ in prompts]
-    results = engine.generate(prompts, params)
-    for prompt, wanted, result in zip(prompts, params, results, strict=True):
-        assert result.token_ids == continuation(prompt, wanted.max_tokens)
-    assert engine.stats.requests_running == engine.stats.requests_waiting == 0
-    assert engine.stats.requests_ended == len(prompts)
+from tests.support.fakes import EOS, FakePrograms, continuation, fake_engine, mixed, scripted
 
 
 def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> None:
@@ -123,6 +83,16 @@ def test_ranks_share_the_requests() -> None:
     assert programs.moves == [(3, 2), (1, 0)]  # its neighbours have ended
     for prompt, count, result in zip(prompts, counts, results, strict=True):
         assert result.token_ids == continuation(prompt, count)
+
+
+def test_a_newcomer_goes_to_the_rank_with_the_most_free_slots() -> None:
+    engine, programs = fake_engine(max_batch=2, nextn=0, ranks=2)
+    first, second = (engine.stream([n, n], SamplingParams(max_tokens=50)) for n in (5, 6))
+    next(first)
+    next(second)
+    second.cancel()
+    engine.generate([7, 7], SamplingParams(max_tokens=1))
+    assert [slot for slot, _, _ in programs.chunks] == [0, 2, 2]
 
 
 def test_the_fake_depends_on_all_of_its_history() -> None:

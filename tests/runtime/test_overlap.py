@@ -65,25 +65,34 @@ def test_without_overlap_every_step_is_read_first() -> None:
     prompts=st.lists(
         st.lists(st.integers(2, 299), min_size=1, max_size=30), min_size=1, max_size=7
     ),
-    slots=st.integers(1, 4),
-    nextn=st.integers(0, 4),
+    sizes=st.fixed_dictionaries(
+        {"max_batch": st.integers(1, 4), "nextn": st.integers(0, 4), "lookahead": st.integers(0, 4)}
+    ),
     wrong=st.sets(st.integers(0, 63)),
     draw=st.data(),
 )
-def test_any_batch(
-    prompts: list[list[int]], slots: int, nextn: int, wrong: set[int], draw: st.DataObject
+def test_any_batch_gives_each_request_its_own_tokens(
+    prompts: list[list[int]], sizes: dict[str, Any], wrong: set[int], draw: st.DataObject
 ) -> None:
-    manifest = fake_manifest(nextn=nextn, max_batch=slots)
+    """Whatever is drafted, and however prompts are cut, tokens are those of plain decoding."""
+    engines = both(fake_manifest(**sizes), draft_is_right=lambda position: position not in wrong)
+    ends, counts = draw.draw(st.sampled_from([(), (7, 8)])), st.integers(1, 70)
     params = [
-        SamplingParams(max_tokens=draw.draw(st.integers(1, 70)), stop_token_ids=[7, 8], logprobs=1)
+        SamplingParams(max_tokens=draw.draw(counts), stop_token_ids=ends, logprobs=1)
         for _ in prompts
     ]
-    in_step, overlapping = (
-        engine.generate(prompts, params)
-        for engine in both(manifest, draft_is_right=lambda position: position not in wrong)
-    )
+    in_step, overlapping = (engine.generate(prompts, params) for engine in engines)
     assert [told(result) for result in overlapping] == [told(result) for result in in_step]
     assert [result.logprobs for result in overlapping] == [result.logprobs for result in in_step]
+    for prompt, wanted, result in zip(prompts, params, in_step, strict=True):
+        count = len(result.token_ids)
+        assert result.token_ids == continuation(prompt, count)
+        full = count == min(wanted.max_tokens, 64 - len(prompt))
+        assert full or (result.token_ids[-1] in ends and result.finish_reason == "stop")
+        assert len(result.logprobs or ()) == count
+    for engine in engines:
+        assert engine.stats.requests_running == engine.stats.requests_waiting == 0
+        assert engine.stats.requests_ended == len(prompts)
 
 
 @settings(max_examples=80, deadline=None)

@@ -30,15 +30,10 @@ from mtpbuild.runtime.contract.rules import Rule
 from mtpbuild.runtime.contract.settings import Setting, declarations, setting
 from mtpbuild.runtime.contract.state import step_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
-from mtpbuild.runtime.requests.step_controls import fits
+from mtpbuild.runtime.requests.step_controls import fits, make_step_controls
 from mtpbuild.runtime.sampling.params import DEFAULTS, SETTINGS, list_http_settings
 from mtpbuild.runtime.server.answers import seed_choices
-from tests.support.fakes import (
-    FakePrograms,
-    backend_tokenizer,
-    fake_manifest,
-    fake_tokenizer,
-)
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live
 
 V, LARGEST = 300, 2**31 - 1
@@ -196,6 +191,14 @@ def test_settings_that_steps_are_given_have_the_same_defaults() -> None:
     shared = SETTINGS.keys() & FIELDS.keys()
     assert {"temperature", "top_k", "relaxed_delta", "repetition_penalty"} <= shared
     assert {name: getattr(GREEDY, name) for name in shared} == {n: DEFAULTS[n] for n in shared}
+
+
+def test_settings_become_controls() -> None:
+    """Stop tokens are banned up to a position; the least temperature is one that divides."""
+    params = SamplingParams(9, min_tokens=3, temperature=5e-324, stop_token_ids=[7])
+    controls = make_step_controls([5, 6], params, fake_manifest(eos=(1,)))
+    assert (controls.banned_ids, controls.banned_until) == ((1, 7), 5)
+    assert controls.temperature == 1e-20
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -12,7 +12,7 @@ from mtpbuild.runtime.sampling.defaults import read_generation_defaults
 from mtpbuild.runtime.server.command import make_services, read_engines, serve
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
-from mtpbuild.runtime.tool_calls import FORMS
+from mtpbuild.runtime.tool_calls.forms import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest
 from tests.support.invoke import invoke, options

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.text.detokenizer import Span, TextStream, Thought
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls import FORMS, ToolCallParser
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
+from mtpbuild.runtime.tool_calls.forms import FORMS
 from tests.support.split_pieces import cut, fed, joined
 
 V3 = (

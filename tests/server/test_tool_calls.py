@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.tool_calls import FORMS, ToolCallParser, detect_form
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
+from mtpbuild.runtime.tool_calls.detect import detect_form
+from mtpbuild.runtime.tool_calls.forms import FORMS
 from mtpbuild.runtime.tool_calls.json_reader import JsonReader
 from tests.support.model_tokenizers import TEMPLATES
 from tests.support.split_pieces import cut, fed, joined

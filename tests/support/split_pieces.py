@@ -5,7 +5,7 @@ import itertools
 from hypothesis import strategies as st
 
 from mtpbuild.runtime.text.reasoning import AnswerPiece
-from mtpbuild.runtime.tool_calls import ToolCallParser
+from mtpbuild.runtime.tool_calls.calls import ToolCallParser
 
 
 def joined(pieces: list[AnswerPiece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
