@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.contract.manifest import list_ranks_here
-from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.tables import print_lines, print_table
 
@@ -130,20 +129,17 @@ def _print_checkpoint(model: "OpenedModel") -> None:
 
 
 def _print_graphs(engine: "EngineForecast") -> None:
-    """Print the sizes of an engine's graphs, and what a step would take."""
-    from mtpbuild.builder.compiler.step_counts import describe_counts
-
+    """Print the sizes of an engine's graphs, weights, caches and intermediate results."""
     sizes = ", ".join(f"{name} {graph.nodes:,} nodes" for name, graph in engine.graphs.items())
     print_lines(f"{engine.folder}: exported without weights: {sizes}")
-    if step := engine.graphs.get(PLAIN):
-        start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-        weights, loaded = engine.weight_file_bytes, engine.loaded_weight_bytes
-        held = f"weights {format_size(weights)}, caches {format_size(engine.cache_bytes)}"
-        if loaded != weights:
-            held += f", all programs together hold {format_size(loaded)} of weights"
-        temporary = max(graph.temporary for graph in engine.graphs.values())
-        results = f"intermediate results up to {format_size(temporary)}"
-        print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")
+    rank = "each rank: " if engine.plan.ranks.tp > 1 else ""
+    weights, loaded = format_size(engine.weight_file_bytes), format_size(engine.loaded_weight_bytes)
+    programs = "" if loaded == weights else f", all programs together hold {loaded} of weights"
+    temporary = format_size(max(graph.temporary for graph in engine.graphs.values()))
+    print_lines(
+        f"{engine.folder}: {rank}weights {weights}, caches {format_size(engine.cache_bytes)}"
+        f"{programs}; intermediate results up to {temporary}"
+    )
 
 
 def print_stages(stages: "Stages") -> None:

@@ -201,7 +201,7 @@ def compile_programs(
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
-    from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
+    from mtpbuild.builder.compiler.temporary import count_temporary_bytes
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets.passes import dump_to
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
-from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files, hash_head_files, identity
+from mtpbuild.builder.compiler.fingerprint import (
+    fingerprint,
+    hash_files,
+    hash_head_files,
+    hash_samples,
+)
 from mtpbuild.builder.compiler.flag_checks import (
     check_flags,
     check_rules,
@@ -139,9 +144,9 @@ class Plans:
             checkpoint |= hash_head_files(source.mtp)
         if request.chat_template is not None:
             checkpoint["chat_template"] = hash_file(request.chat_template)
-        checkpoint |= {f"drafter/{i}": identity(path) for i, path in enumerate(self.brought)}
+        checkpoint |= {f"drafter/{i}": hash_samples(path) for i, path in enumerate(self.brought)}
         if text not in (None, OWN_TEXT):
-            checkpoint["calibration"] = identity(Path(text))
+            checkpoint["calibration"] = hash_samples(Path(text))
         prints = {
             out: fingerprint(checkpoint, plan, self.target, request.layers)
             for out, plan in self.engines.items()

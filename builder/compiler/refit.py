@@ -94,7 +94,7 @@ def refit(
 def require_refittable_target(engine: Path, old: Manifest) -> Target:
     """Return an engine's target; raise UsageError if it can't be refitted."""
     if old.split:
-        raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
+        raise UsageError(f"{engine}: engines of several ranks cannot be refitted; build it again")
     name = old.target.name
     target = configure_target(name, find_target(name).build_flags(old))
     if target.style.embeds_weights:

@@ -10,11 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.compiler.step_counts import (
-    StepCounts,
-    count_step_calls,
-    count_temporary_bytes,
-)
+from mtpbuild.builder.compiler.temporary import count_temporary_bytes
 from mtpbuild.builder.formats import Format, Shape
 from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -27,6 +23,14 @@ from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.checkpoint import Checkpoint, choose_read_format
 from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.runtime.errors import BuildError
+
+
+@dataclass(frozen=True)
+class GraphSize:
+    """The number of a program's nodes, and the bytes of intermediate results held at once."""
+
+    nodes: int
+    temporary: int
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,22 @@ def export(
     plans: Iterable[Plan],
     trace: Callable[[Program, Plan], TracedProgram],
     watch: Watch,
-) -> list[dict[str, StepCounts]]:
-    """Export each plan's programs on tensors that only have shapes; return each graph's counts.
+) -> list[dict[str, GraphSize]]:
+    """Export each plan's programs on tensors that only have shapes; return each graph's size.
 
     The model must be on the meta device, and can't be used afterwards. watch: is told of each layer
     that is traced.
     """
 
-    def count(plan: Plan) -> dict[str, StepCounts]:
-        counts = dict[str, StepCounts]()
+    def count(plan: Plan) -> dict[str, GraphSize]:
+        sizes = dict[str, GraphSize]()
         for program in make_programs(plan, model.model):
             with watch_layers(model.model, f"export {program.name}", watch):
                 traced = trace(program, plan)
             watch(f"count {program.name}")
-            counts[program.name] = count_step_calls(traced, count_temporary_bytes(traced))
-        return counts
+            nodes = len(traced.exported.graph.nodes)
+            sizes[program.name] = GraphSize(nodes, count_temporary_bytes(traced))
+        return sizes
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),

@@ -234,23 +234,17 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("flags", "wide", "calls"),
+    ("flags", "wide"),
     [
-        (("--ep", "2", "--attention-dp"), 2, 2),
-        pytest.param((), 2, 9, marks=FULL),
-        pytest.param(("--ep", "2"), 2, 9, marks=FULL),
-        pytest.param(("--dtype", "float32"), 4, 9, marks=FULL),
-        pytest.param(("--attention-dp",), 2, 2, marks=FULL),
+        (("--ep", "2", "--attention-dp"), 2),
+        pytest.param((), 2, marks=FULL),
+        pytest.param(("--ep", "2"), 2, marks=FULL),
+        pytest.param(("--dtype", "float32"), 4, marks=FULL),
+        pytest.param(("--attention-dp",), 2, marks=FULL),
     ],
 )
-def test_a_rank_for_tensorrt(
-    flags: tuple[str, ...], wide: int, calls: int, fp4: Path, tmp_path: Path
-) -> None:
-    """The graphs are exported on a machine without a GPU and without TensorRT's packages.
-
-    Sums: embedding, attention, MLP and head of the layer; of the module these and `eh_proj`. With
-    attention-DP two where there are experts, which the module has alone.
-    """
+def test_a_rank_for_tensorrt(flags: tuple[str, ...], wide: int, fp4: Path, tmp_path: Path) -> None:
+    """The graphs are exported on a machine without a GPU and without TensorRT's packages."""
     caches = 2 * 320 * 20 * wide  # of layer and module: 256 rows and a window, aligned
     command = ("build", "--model", fp4, "--target", "tensorrt", "--tp", "2", "--dry-run")
     code, out, err = invoke(*command, *flags, "--out", tmp_path / "engine")
@@ -258,10 +252,7 @@ def test_a_rank_for_tensorrt(
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
     held = rf"weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
-    step = r"[1-9]\d* products, [1-9]\d* ops of ours, [1-9]\d* others"
-    assert re.search(
-        rf"each rank: {held} [\d.]+ kB of weights; a step: {step}, {calls} collectives of ", out
-    )
+    assert re.search(rf"each rank: {held} [\d.]+ kB of weights; intermediate results up to ", out)
     lacks = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()

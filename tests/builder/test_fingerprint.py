@@ -17,7 +17,7 @@ from mtpbuild.builder.compiler.fingerprint import (
     SMALL,
     WHOLE,
     hash_files,
-    identity,
+    hash_samples,
 )
 
 
@@ -50,11 +50,11 @@ def test_a_large_file_is_known_by_its_tensors(tmp_path: Path) -> None:
 
     def changed(place: int, count: int = 1) -> bool:
         write_at(path, start + place, b"x" * count)
-        after = identity(path, hash_limit=1 << 20)
+        after = hash_samples(path, hash_limit=1 << 20)
         write_at(path, start + place, b"\0" * count)
         return after != before
 
-    before = identity(path, hash_limit=1 << 20)
+    before = hash_samples(path, hash_limit=1 << 20)
     small = (0, SAMPLE + 7, WHOLE - 1, ends[2], ends[2] + SAMPLE - 1, ends[3], ends[-1] - 1)
     assert all(map(changed, small))
     assert changed(WHOLE, large)
@@ -62,9 +62,9 @@ def test_a_large_file_is_known_by_its_tensors(tmp_path: Path) -> None:
     assert all(changed(WHOLE + at, EVERY) for at in windows)
     assert not changed(WHOLE + SAMPLE), "or it is hashed whole"
     write_at(path, 9, b"A")  # a name in the header
-    assert identity(path, hash_limit=1 << 20) != before
+    assert hash_samples(path, hash_limit=1 << 20) != before
     write_at(path, 9, blank[9:10])
-    assert identity(path, hash_limit=1 << 20) == before
+    assert hash_samples(path, hash_limit=1 << 20) == before
 
 
 def test_what_is_read_of_a_large_checkpoint(
@@ -109,11 +109,11 @@ def test_a_large_gguf_is_known_by_each_tensor(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    seen, blank = {identity(path, hash_limit=1 << 10)}, path.read_bytes()
+    seen, blank = {hash_samples(path, hash_limit=1 << 10)}, path.read_bytes()
     place = blank.rindex(norm.tobytes())
     for at in (place, place + norm.nbytes - 1, blank.index(b"qwen3")):
         write_at(path, at, b"x")
-        seen.add(identity(path, hash_limit=1 << 10))
+        seen.add(hash_samples(path, hash_limit=1 << 10))
         write_at(path, at, blank[at : at + 1])
     assert len(seen) == 4
 
@@ -133,12 +133,12 @@ def test_a_large_gguf_is_known_by_each_tensor(tmp_path: Path) -> None:
 def test_a_large_file_without_a_header_of_tensors(header: object, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     start = holes(path, header, 2 * SMALL)
-    before = identity(path, hash_limit=1 << 20)
+    before = hash_samples(path, hash_limit=1 << 20)
     for place in (0, SMALL + SAMPLE, 2 * SMALL - EVERY):
         write_at(path, start + place, b"x" * EVERY)
-        assert identity(path, hash_limit=1 << 20) != before
+        assert hash_samples(path, hash_limit=1 << 20) != before
         write_at(path, start + place, b"\0" * EVERY)
-    assert identity(path, hash_limit=1 << 20) == before
+    assert hash_samples(path, hash_limit=1 << 20) == before
 
 
 def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
     os.truncate(file, size)  # a file of holes
 
     def of(folder: Path) -> str:
-        return identity(folder / "model.safetensors", hash_limit=1 << 20)
+        return hash_samples(folder / "model.safetensors", hash_limit=1 << 20)
 
     first = of(file.parent)
     copy = shutil.copytree(file.parent, tmp_path / "b")

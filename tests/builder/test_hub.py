@@ -28,7 +28,15 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
-from tests.support.loopback_hub import COMMIT, Hosted, LoopbackHub, connect, environment, serving
+from tests.support.loopback_hub import (
+    COMMIT,
+    Hosted,
+    LoopbackHub,
+    connect,
+    environment,
+    name_hub,
+    serving,
+)
 from tests.support.requests import download
 
 NAME = "some/Model-1.5"
@@ -403,7 +411,7 @@ def test_offline(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    name_hub(monkeypatch, "http://127.0.0.1:1")
     line = build()
     assert line.startswith("http://127.0.0.1:1 can't be reached (")
     assert line.endswith(
@@ -415,7 +423,7 @@ def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the page of a network that wants a log-in first."""
     host(hub, {"a": "<html>"})
-    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/storage/x/y//a?")
+    name_hub(monkeypatch, f"{hub.url}/storage/x/y//a?")
     assert "does not answer as a Hugging Face hub does" in build()
 
 

@@ -89,11 +89,20 @@ def connect(patch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         patch.delenv(name, raising=False)
-    patch.setenv("HF_ENDPOINT", hub.url)
     patch.setenv("HF_HOME", str(home))
+    name_hub(patch, hub.url)
     # huggingface_hub reads these at its import, which was offline in tests.
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+
+
+def name_hub(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Let this process use the hub at an address, as HF_ENDPOINT does at the start."""
+    from huggingface_hub import constants
+
+    patch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def environment(hub: LoopbackHub, home: Path) -> dict[str, str]:
