@@ -7,10 +7,7 @@ from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of
-from mtpbuild.builder.plan.plan import (
-    Nextn,
-    in_order,
-)
+from mtpbuild.builder.plan.plan import Nextn, in_order
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target

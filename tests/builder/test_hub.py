@@ -193,10 +193,7 @@ def test_a_recipes_repository(hub: LoopbackHub, checkpoint: Path) -> None:
 def test_only_build_downloads(hub: LoopbackHub) -> None:
     says = "the repository is not downloaded here: `mtpbuild build --model some/Model-1.5` or"
     assert says in build("--dry-run")
-    for command in (
-        ("quantize", "--to", "int8", "--out", "out"),
-        ("bench", "--nextn", "0"),
-    ):
+    for command in (("quantize", "--to", "int8", "--out", "out"), ("bench", "--nextn", "0")):
         code, _, err = invoke(*command, "--model", NAME)
         assert (code, says in err) == (1, True)
     assert hub.asked == []
