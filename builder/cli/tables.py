@@ -47,18 +47,12 @@ def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) 
     if json:
         print(dumps(rows, indent=1))
         return
-    cells = [
-        (
-            row["model"],
-            row["weights"],
-            format_size(row["download_bytes"]),
-            format_size(row["engine_bytes"]),
-            f"{row['context']:,}",
-            f"{float(format(row['tokens_per_s'], '.3g')):,g}",
-        )
-        for row in rows
-    ]
-    print_table([("model", "--weights", "download", "engine", "context", "tokens/s"), *cells])
+    table = [("model", "--weights", "download", "engine", "context", "tokens/s")]
+    for row in rows:
+        sizes = format_size(row["download_bytes"]), format_size(row["engine_bytes"])
+        speed = f"{float(format(row['tokens_per_s'], '.3g')):,g}"
+        table.append((row["model"], row["weights"], *sizes, f"{row['context']:,}", speed))
+    print_table(table)
     print_lines(
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
         "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"
@@ -88,16 +82,12 @@ def print_dry_run(done: "DryRun") -> None:
     rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
         per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
-        rows.append(
-            (
-                str(engine.folder),
-                f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
-                engine.plan.drafter or "-",
-                f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
-                f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}",
-                "to do" if engine.new else "if changed",
-            )
-        )
+        nextn = f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn)
+        weights = f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}"
+        state = f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}"
+        status = "to do" if engine.new else "if changed"
+        drafter = engine.plan.drafter or "-"
+        rows.append((str(engine.folder), nextn, drafter, weights, state, status))
     print_table(rows)
     for engine in done.engines:
         _print_graphs(engine)

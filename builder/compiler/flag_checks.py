@@ -7,7 +7,7 @@ from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of
-from mtpbuild.builder.plan.plan import Nextn, in_order
+from mtpbuild.builder.plan.plan import Nextn, sort_nextns
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target
@@ -67,7 +67,7 @@ def choose_draft_ids(
 def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> tuple[Nextn, ...]:
     """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
     if request.nextn is not None:
-        return in_order(request.nextn)
+        return sort_nextns(request.nextn)
     if config.num_nextn_predict_layers == 0:
         raise UsageError(
             "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "

@@ -179,9 +179,8 @@ def open_repository(name: str, revision: str) -> Repository:
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, errors.HFValidationError | errors.BadRequestError):
                 raise
-            raise DownloadError(
-                f"{constants.ENDPOINT} does not answer as a Hugging Face hub does"
-            ) from None
+            fault = f"{constants.ENDPOINT} does not answer as a Hugging Face hub does"
+            raise DownloadError(fault) from None
     if info.sha is None:
         raise DownloadError(f"{constants.ENDPOINT} names no commit of {name}")
     files = {file.rfilename: file for file in info.siblings or ()}
@@ -195,10 +194,9 @@ def explain_errors(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
-    except errors.LocalEntryNotFoundError as error:  # the hub failed, and the cache lacks the file
-        raise _explain(error.__cause__ or error, name, revision) from None
     except (HTTPError, errors.HFValidationError, OSError) as error:
-        raise _explain(error, name, revision) from None
+        absent = isinstance(error, errors.LocalEntryNotFoundError)  # here, as the hub failed
+        raise _explain((error.__cause__ if absent else None) or error, name, revision) from None
 
 
 def _explain(error: BaseException, name: str, revision: str) -> DownloadError:

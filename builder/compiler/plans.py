@@ -261,19 +261,11 @@ def note_context(request: BuildRequest, plan: Plan) -> None:
     """Log a note if the context is not what the model was trained for."""
     length, limit = plan.max_seq_len, plan.config.max_position_embeddings
     if length > limit:
-        logger.warning(
-            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
-            "what the model says there is untested",
-            length,
-            limit,
-        )
+        beyond = "is beyond the checkpoint's max_position_embeddings"
+        untested = "what the model says there is untested"
+        logger.warning("note: --max-seq-len %d %s %d: %s", length, beyond, limit, untested)
     elif request.max_seq_len is None and length < limit:
         default = f"the default of target {request.target}"
         reason = "what memory allows" if plan.style.packs_weights else default
-        logger.warning(
-            "note: requests may have %s tokens of the model's %s, which is %s; --max-seq-len "
-            "sets it",
-            f"{length:,}",
-            f"{limit:,}",
-            reason,
-        )
+        tokens = f"{length:,} tokens of the model's {limit:,}, which is {reason}"
+        logger.warning("note: requests may have %s; --max-seq-len sets it", tokens)

@@ -180,11 +180,8 @@ def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
 def flatten_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flags: dict[str, Any] = {}
     for name, value in values.items():
-        flags |= (
-            flatten_settings(value, f"{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        nested = isinstance(value, dict)
+        flags |= flatten_settings(value, f"{name}.") if nested else {prefix + name: value}
     return flags
 
 
