@@ -80,10 +80,10 @@ def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...
     """Raise UsageError for flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
         can = list_targets_with(Feature.ADAPT)
-        raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
+        raise UsageError(f"--nextn auto is for target {can}, not {target.name}: give numbers")
     if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = list_target_names(lambda other: other.several_ranks)
-        raise UsageError(f"--tp and --ep are for target {can}")
+        raise UsageError(f"--tp and --ep are for target {can}: leave them out")
     if request.rank is not None:
         if request.ranks.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
@@ -107,7 +107,7 @@ def check_style(
         or request.ranks.tp > 1
         or Feature.SCORE not in find_target(target.name).features
     ):
-        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}")
+        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}: leave it out")
 
 
 def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:

@@ -1,9 +1,7 @@
 """A model without weights in memory, for the checks of `build --dry-run` that need its graphs."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from mtpbuild.builder.compiler.temporary import count_temporary_bytes
 from mtpbuild.builder.formats import Format, Shape
 from mtpbuild.builder.garbage import pause_garbage_collection
-from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
@@ -80,16 +77,15 @@ def export(
 ) -> list[dict[str, GraphSize]]:
     """Export each plan's programs on tensors that only have shapes; return each graph's size.
 
-    The model must be on the meta device, and can't be used afterwards. watch: is told of each layer
-    that is traced.
+    The model must be on the meta device, and can't be used afterwards. watch: is told of each
+    program.
     """
 
     def count(plan: Plan) -> dict[str, GraphSize]:
         sizes = dict[str, GraphSize]()
         for program in make_programs(plan, model.model):
-            with watch_layers(model.model, f"export {program.name}", watch):
-                traced = trace(program, plan)
-            watch(f"count {program.name}")
+            watch(f"export {program.name}")
+            traced = trace(program, plan)
             nodes = len(traced.exported.graph.nodes)
             sizes[program.name] = GraphSize(nodes, count_temporary_bytes(traced))
         return sizes
@@ -100,17 +96,3 @@ def export(
     ):
         model.model.to_empty(device="cpu")
         return [count(plan) for plan in plans]
-
-
-@contextlib.contextmanager
-def watch_layers(model: CausalLM, stage: str, watch: Watch) -> Iterator[None]:
-    """Tell `watch` of each layer and module as it runs in the block."""
-    layers = [*model.layers, *model.mtp]
-
-    def tell(number: int, *of: object) -> None:
-        watch(f"{stage}, layer {number} of {len(layers)}")
-
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers, 1):
-            stack.enter_context(layer.register_forward_pre_hook(partial(tell, number)))
-        yield

@@ -8,13 +8,9 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.cli import app
@@ -22,7 +18,7 @@ from mtpbuild.builder.compiler import build as build_module
 from mtpbuild.builder.compiler import plans
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest
-from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
+from mtpbuild.builder.compiler.weightless import check_slices
 from mtpbuild.builder.plan import machine
 from mtpbuild.builder.plan.machine import Disk
 from mtpbuild.builder.plan.plan import Plan
@@ -48,7 +44,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
     request = build_request(smallest, nextn=(1,), out=out)
-    done = dry_run(request, Stages())
+    told = list[str]()
+    done = dry_run(request, Stages(told.append))
+    weights = [line for line in told if line.startswith("check checkpoint: rank 0, weight ")]
+    assert weights[-1].endswith(f"weight {len(weights)} of {len(weights)}")
     assert not out.exists()
     (foreseen,) = done.engines
     (built,) = build(request)
@@ -104,24 +103,6 @@ def test_the_stages(smallest: Path, tmp_path: Path) -> None:
     assert told[3].startswith("fingerprint: file 1 of ")
     build(request, stages)
     assert [*stages.seconds] == ["fingerprint"]
-
-
-@pytest.mark.usefixtures("quick")
-def test_it_tells_of_each_weight(smallest: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    dry_run(build_request(smallest, nextn=(1,), out=tmp_path / "engine"), Stages(told.append))
-    weights = [line for line in told if line.startswith("check checkpoint: rank 0, weight ")]
-    assert weights[-1].endswith(f"weight {len(weights)} of {len(weights)}")
-
-
-def test_it_tells_of_each_layer() -> None:
-    told: list[str] = []
-    first, second, module = (nn.Linear(2, 2) for _ in range(3))
-    model: Any = SimpleNamespace(layers=[first, second], mtp=[module])
-    with watch_layers(model, "export step", told.append):
-        torch.export.export(nn.Sequential(first, second, module), (torch.zeros(1, 2),))
-    assert told == [f"export step, layer {number} of 3" for number in (1, 2, 3)]
-    assert not first._forward_pre_hooks
 
 
 @pytest.mark.usefixtures("quick")

@@ -33,7 +33,6 @@ from tests.support.loopback_hub import (
     Hosted,
     LoopbackHub,
     connect,
-    environment,
     name_hub,
     serving,
 )
@@ -135,6 +134,8 @@ def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -
         assert "tokenizer.json" in manifest.files
     read = {path.name for path in checkpoint.iterdir()} - set(NOT_READ)
     assert hub.files == read
+    are_weights = [one.file.endswith(".safetensors") for one in hub.sent]
+    assert are_weights == [False] * (len(read) - 3) + [True] * 3, "small files come first"
     assert all(hub.bytes_of(name) == [(0, (checkpoint / name).stat().st_size)] for name in read)
 
     # Then it is here, for every command and without a word to the hub.
@@ -146,13 +147,6 @@ def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -
     code, _, err = invoke("quantize", "--model", NAME, "--to", "int8", "--out", "int8")
     assert (code, err) == (0, "")
     assert hub.asked == []
-
-
-def test_small_files_come_first(hub: LoopbackHub) -> None:
-    download(BuildRequest(NAME))
-    order = [one.file for one in hub.sent]
-    assert all(name.endswith(".safetensors") for name in order[-3:])
-    assert not any(name.endswith(".safetensors") for name in order[:-3])
 
 
 @pytest.mark.usefixtures("hub")
@@ -553,7 +547,8 @@ def test_a_process_of_its_own(hub: LoopbackHub, tmp_path: Path) -> None:
     code = "from mtpbuild.builder.cli import app; app()"
     run = [sys.executable, "-c", code, "build", "--model", NAME, "--max-seq-len", "2"]
     hub.repositories[NAME].token = "secret"
-    own = environment(hub, tmp_path / "own") | {"HF_TOKEN": "secret"}
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "own"), "HF_HUB_OFFLINE": "0"}
+    own["HF_TOKEN"] = "secret"
 
     def error(**env: str) -> str:
         done = subprocess.run(run, env=own | env, capture_output=True, text=True, check=False)

@@ -105,11 +105,6 @@ def name_hub(patch: pytest.MonkeyPatch, url: str) -> None:
     patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def environment(hub: LoopbackHub, home: Path) -> dict[str, str]:
-    """Return the variables that let another process download from the hub."""
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-
-
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
