@@ -73,12 +73,10 @@ def describe_build(forecast: "CpuForecast", engine: "CpuEngine") -> str:
     """Say in a line what is fetched and built."""
     from mtpbuild.runtime.files import format_size
 
-    fetched = (
-        f"fetches {format_size(forecast.download)}" if forecast.download else "fetches nothing"
-    )
+    download = format_size(forecast.download) if forecast.download else "nothing"
     weights = "as stored" if engine.weights is None else f"in {engine.weights}"
     return (
-        f"{forecast.name} has no engine here. It {fetched}, and builds one of "
+        f"{forecast.name} has no engine here. It fetches {download}, and builds one of "
         f"{format_size(engine.bytes)} in {Path('engines').absolute()}, weights {weights}, context "
         f"{engine.context:,}."
     )

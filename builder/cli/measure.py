@@ -99,12 +99,7 @@ def bench(
         target, options, _ = choose_target(model, options)
     rules = () if params.acceptance in BUILT_IN else (params.acceptance,)
     built = BuildRequest(
-        model,
-        numbers,
-        settings.get("drafter"),
-        target,
-        acceptance_rules=rules,
-        options=options,
+        model, numbers, settings.get("drafter"), target, acceptance_rules=rules, options=options
     )
     requests = Dataset(**vars(dataset), params=params)
     request = BenchRequest(built, requests, sizes, threads, out, list_changed_flags(load_flags))

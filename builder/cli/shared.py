@@ -12,14 +12,17 @@ import typer
 
 from mtpbuild.builder.targets import load_flags
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.contract.target_options import make_option_flags
+from mtpbuild.runtime.contract.target_options import OptionFlags, make_option_flags
 from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
     from mtpbuild.lab.show.pictures import Picture
 
-TargetFlags: Any = make_option_flags(load_flags)
+if TYPE_CHECKING:
+    TargetFlags = OptionFlags
+else:
+    TargetFlags = make_option_flags(load_flags)
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

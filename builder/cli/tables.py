@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.runtime.contract.manifest import list_ranks_here
-from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.tables import print_lines, print_table
 
@@ -48,18 +47,12 @@ def print_fitting(fitting: list["FittingEngine"], bandwidth: float, json: bool) 
     if json:
         print(dumps(rows, indent=1))
         return
-    cells = [
-        (
-            row["model"],
-            row["weights"],
-            format_size(row["download_bytes"]),
-            format_size(row["engine_bytes"]),
-            f"{row['context']:,}",
-            f"{float(format(row['tokens_per_s'], '.3g')):,g}",
-        )
-        for row in rows
-    ]
-    print_table([("model", "--weights", "download", "engine", "context", "tokens/s"), *cells])
+    table = [("model", "--weights", "download", "engine", "context", "tokens/s")]
+    for row in rows:
+        sizes = format_size(row["download_bytes"]), format_size(row["engine_bytes"])
+        speed = f"{float(format(row['tokens_per_s'], '.3g')):,g}"
+        table.append((row["model"], row["weights"], *sizes, f"{row['context']:,}", speed))
+    print_table(table)
     print_lines(
         f"if a step did nothing but read, at {bandwidth / 1e9:.3g} GB/s (measured now); "
         "`mtpbuild plan --model NAME --cpu` says more, `mtpbuild run NAME` fetches and builds one"
@@ -89,16 +82,12 @@ def print_dry_run(done: "DryRun") -> None:
     rows = [("engine", "nextn", "drafter", "weights", "state", "build")]
     for engine in done.engines:
         per_rank = " per rank" if engine.plan.ranks.tp > 1 else ""
-        rows.append(
-            (
-                str(engine.folder),
-                f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
-                engine.plan.drafter or "-",
-                f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}",
-                f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}",
-                "to do" if engine.new else "if changed",
-            )
-        )
+        nextn = f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn)
+        weights = f"{engine.weight_file_bytes / 1e9:,.2f} GB {done.model.weights_type}{per_rank}"
+        state = f"{engine.state_bytes / 1e9:,.3f} GB{per_rank}"
+        status = "to do" if engine.new else "if changed"
+        drafter = engine.plan.drafter or "-"
+        rows.append((str(engine.folder), nextn, drafter, weights, state, status))
     print_table(rows)
     for engine in done.engines:
         _print_graphs(engine)
@@ -130,20 +119,17 @@ def _print_checkpoint(model: "OpenedModel") -> None:
 
 
 def _print_graphs(engine: "EngineForecast") -> None:
-    """Print the sizes of an engine's graphs, and what a step would take."""
-    from mtpbuild.builder.compiler.step_counts import describe_counts
-
+    """Print the sizes of an engine's graphs, weights, caches and intermediate results."""
     sizes = ", ".join(f"{name} {graph.nodes:,} nodes" for name, graph in engine.graphs.items())
     print_lines(f"{engine.folder}: exported without weights: {sizes}")
-    if step := engine.graphs.get(PLAIN):
-        start = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
-        weights, loaded = engine.weight_file_bytes, engine.loaded_weight_bytes
-        held = f"weights {format_size(weights)}, caches {format_size(engine.cache_bytes)}"
-        if loaded != weights:
-            held += f", all programs together hold {format_size(loaded)} of weights"
-        temporary = max(graph.temporary for graph in engine.graphs.values())
-        results = f"intermediate results up to {format_size(temporary)}"
-        print_lines(f"{start}{held}; a step: {describe_counts(step)}; {results}")
+    rank = "each rank: " if engine.plan.ranks.tp > 1 else ""
+    weights, loaded = format_size(engine.weight_file_bytes), format_size(engine.loaded_weight_bytes)
+    programs = "" if loaded == weights else f", all programs together hold {loaded} of weights"
+    temporary = format_size(max(graph.temporary for graph in engine.graphs.values()))
+    print_lines(
+        f"{engine.folder}: {rank}weights {weights}, caches {format_size(engine.cache_bytes)}"
+        f"{programs}; intermediate results up to {temporary}"
+    )
 
 
 def print_stages(stages: "Stages") -> None:

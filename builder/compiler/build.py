@@ -90,7 +90,12 @@ def build(
         if why := plans.explain_small_disk(model):
             raise BuildError(f"{plans.source.name}: {why}")
         if request.calibration is not None:
-            model = calibrate_model(plans, model, bench, stages)
+            from mtpbuild.builder.compiler.calibrate import calibrate
+
+            beside = plans.first
+            inputs = plans.fingerprints[beside]
+            view = calibrate(model.checkpoint, model.config, request, beside, inputs, bench, stages)
+            model = replace(model, checkpoint=view)
         weights = EngineWeights(model, stages.watch)
         for out, ranks in missing.items():
             build_engine(plans, out, ranks, weights, bench, stages)
@@ -117,19 +122,6 @@ def open_checkpoint(plans: Plans, stages: Stages) -> "OpenedModel":
         model = plans.open_model()
         log_notes(model)
         return model
-
-
-def calibrate_model(
-    plans: Plans, model: "OpenedModel", bench: Workbench, stages: Stages
-) -> "OpenedModel":
-    """Calibrate the model's weights; what is not finished lies beside the first engine."""
-    from mtpbuild.builder.compiler.calibrate import calibrate
-    from mtpbuild.builder.weights.quantised_view import QuantisedView
-
-    view, inputs = model.checkpoint, plans.fingerprints[plans.first]
-    assert isinstance(view, QuantisedView)
-    view = calibrate(view, model.config, plans.request, plans.first, inputs, bench, stages)
-    return replace(model, checkpoint=view)
 
 
 def build_engine(
@@ -201,7 +193,7 @@ def compile_programs(
     Programs that ranks share are compiled once, or taken from a rank that was built before.
     Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
-    from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
+    from mtpbuild.builder.compiler.temporary import count_temporary_bytes
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.targets.passes import dump_to
 

@@ -10,6 +10,7 @@ from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.calibration import LEAST_TOKENS, Calibration
+from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.layer_passes import make_batches
 from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(
-    view: QuantisedView,
+    view: Checkpoint | QuantisedView,
     config: ModelConfig,
     request: BuildRequest,
     out: Path,
@@ -39,6 +40,7 @@ def calibrate(
     request: names the model and its texts. inputs: what a calibration that was cut off must have
     had to be continued.
     """
+    assert isinstance(view, QuantisedView)
     open_state(folder := state_folder(out), inputs, discard=request.force)
     texts = read_texts(request, folder, bench, stages)
     with stages("calibrate"):
@@ -54,13 +56,9 @@ def log_calibrated(calibration: Calibration, calibrated: QuantisedView) -> None:
     figures = f"{len(known):,} of {len(wanted):,} int4 weights with {tokens:,} tokens"
     logger.warning("note: calibrated %s", figures)
     if rare := [name for name in wanted if name not in known]:
-        logger.warning(
-            "note: %s int4 weights are rounded as without calibration: fewer than %s tokens reach "
-            "them (%s, ..)",
-            f"{len(rare):,}",
-            LEAST_TOKENS,
-            rare[0],
-        )
+        why = f"fewer than {LEAST_TOKENS} tokens reach them ({rare[0]}, ..)"
+        plainly = "int4 weights are rounded as without calibration"
+        logger.warning("note: %s %s: %s", f"{len(rare):,}", plainly, why)
 
 
 def state_folder(out: Path) -> Path:

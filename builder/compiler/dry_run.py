@@ -11,7 +11,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.compiler.step_counts import StepCounts
+    from mtpbuild.builder.compiler.weightless import GraphSize
     from mtpbuild.builder.program.opened_model import OpenedModel
 
 
@@ -25,7 +25,7 @@ class EngineForecast:
     loaded_weight_bytes: int  # of all programs together
     state_bytes: int  # at run time
     cache_bytes: int  # of the state
-    graphs: "dict[str, StepCounts]"  # program -> counts of its graph
+    graphs: "dict[str, GraphSize]"  # by program
     new: bool  # or a build compares the engine that is there, as hashes are not taken here
 
 
@@ -63,7 +63,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     with stages("export"):
         graphs = weightless.export(model, plans.engines.values(), target.trace, stages.watch)
     engines = []
-    for (out, plan), counts in zip(plans.engines.items(), graphs, strict=True):
+    for (out, plan), sizes in zip(plans.engines.items(), graphs, strict=True):
         specs = make_state_specs(plan)
         engines.append(
             EngineForecast(
@@ -73,7 +73,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 loaded_weight_bytes=loaded[out],
                 state_bytes=sum(map(count_state_bytes, specs)),
                 cache_bytes=sum(count_state_bytes(s) for s in specs if s.role == "rows"),
-                graphs=counts,
+                graphs=sizes,
                 new=plans.is_new(out),
             )
         )

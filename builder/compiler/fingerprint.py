@@ -60,7 +60,7 @@ def hash_files(folder: Path, watch: Watch = ignore) -> dict[str, str]:
         large = sum(file.stat().st_size for file in files.values()) > HASH_LIMIT
         limit, hashes, start = SMALL if large else HASH_LIMIT, dict[str, str](), time.monotonic()
         with ThreadPoolExecutor(min(MOST_THREADS, measure_limits().processors)) as threads:
-            identities = threads.map(lambda file: identity(file, limit), files.values())
+            identities = threads.map(lambda file: hash_samples(file, limit), files.values())
             for number, name in enumerate(files):
                 left = say_time_left(start, number, len(files) - number)
                 watch(f"fingerprint: file {number + 1} of {len(files)}{left}")
@@ -77,7 +77,7 @@ def hash_head_files(place: Path) -> dict[str, str]:
     files = find_head_files(place)
     settings = files[0].parent / CONFIG
     named = [*files, settings] if settings.is_file() else files
-    return {f"mtp/{path.name}": identity(path) for path in named}
+    return {f"mtp/{path.name}": hash_samples(path) for path in named}
 
 
 def fingerprint(
@@ -107,7 +107,7 @@ def fingerprint(
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
+def hash_samples(path: Path, hash_limit: int = HASH_LIMIT) -> str:
     """Hash a file; hash a large one by its size, its header and samples of its tensors."""
     size = path.stat().st_size
     if size <= hash_limit:

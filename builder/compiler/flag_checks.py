@@ -7,10 +7,7 @@ from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.compiler.draft_vocab import draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of
-from mtpbuild.builder.plan.plan import (
-    Nextn,
-    in_order,
-)
+from mtpbuild.builder.plan.plan import Nextn, sort_nextns
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target
@@ -72,7 +69,7 @@ def choose_draft_ids(
 def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> tuple[Nextn, ...]:
     """Return the requested nextns, or else the number of the checkpoint's MTP modules."""
     if request.nextn is not None:
-        return in_order(request.nextn)
+        return sort_nextns(request.nextn)
     if config.num_nextn_predict_layers == 0:
         raise UsageError(
             "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "
@@ -85,10 +82,10 @@ def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...
     """Raise UsageError for flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
         can = list_targets_with(Feature.ADAPT)
-        raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
+        raise UsageError(f"--nextn auto is for target {can}, not {target.name}: give numbers")
     if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = list_target_names(lambda other: other.several_ranks)
-        raise UsageError(f"--tp and --ep are for target {can}")
+        raise UsageError(f"--tp and --ep are for target {can}: leave them out")
     if request.rank is not None:
         if request.ranks.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
@@ -112,7 +109,7 @@ def check_style(
         or request.ranks.tp > 1
         or Feature.SCORE not in find_target(target.name).features
     ):
-        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}")
+        raise UsageError(f"--score is for target {list_targets_with(Feature.SCORE)}: leave it out")
 
 
 def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:

@@ -7,11 +7,11 @@ and puts them where huggingface_hub looks for them.
 
 import errno
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,9 @@ class Repository:
     def fetch(self, name: str) -> None:
         """Download a file into the folder, unless it is there already."""
         with explain_errors(self.name, self.commit):
+            place = cache_folder()
             hf_hub_download(
-                self.name,
-                name,
-                revision=self.commit,
-                cache_dir=cache_folder(),
-                endpoint=endpoint(),
-                library_name=NAME,
+                self.name, name, revision=self.commit, cache_dir=place, library_name=NAME
             )
 
     def fetch_weights(self, name: str) -> None:
@@ -118,19 +114,14 @@ class Repository:
         """Fetch the first bytes of a file; stop there even if the hub sends all of it."""
         headers = build_hf_headers(library_name=NAME)
         headers |= {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
-        url, got = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint()), b""
+        url = hf_hub_url(self.name, name, revision=self.commit)
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with (
             explain_errors(self.name, self.commit),
-            http_stream_backoff(
-                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **RETRY
-            ) as response,
+            http_stream_backoff("GET", url, headers=headers, timeout=timeout, **RETRY) as response,
         ):
             hf_raise_for_status(response)
-            for piece in response.iter_bytes():
-                got += piece
-                if len(got) >= count:
-                    break
-        return got[:count]
+            return b"".join(islice(response.iter_bytes(count), 1))
 
     def count_lacking_bytes(self, name: str) -> int:
         """Return the bytes of a file that are still to be fetched."""
@@ -156,7 +147,7 @@ class Repository:
             if blob.exists() or (self.folder / name).exists():
                 return
             partial = _name_partial(blob)
-            url = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint())
+            url = hf_hub_url(self.name, name, revision=self.commit)
             with partial.open("ab") as file:
                 if (done := file.tell()) > size:
                     done = file.truncate(0)
@@ -181,31 +172,21 @@ def open_repository(name: str, revision: str) -> Repository:
     """Ask the hub about a repository; raise DownloadError, such as UnreachableError."""
     hub_logging.set_verbosity(logging.ERROR)  # besides errors it shows only progress bars
     with explain_errors(name, revision):
-        api = HfApi(endpoint=endpoint(), library_name=NAME)
+        api = HfApi(library_name=NAME)
         try:
             timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
             info = api.model_info(name, revision=revision, files_metadata=True, timeout=timeout)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, errors.HFValidationError | errors.BadRequestError):
                 raise
-            raise DownloadError(
-                f"{find_hub_address()} does not answer as a Hugging Face hub does"
-            ) from None
+            fault = f"{constants.ENDPOINT} does not answer as a Hugging Face hub does"
+            raise DownloadError(fault) from None
     if info.sha is None:
-        raise DownloadError(f"{find_hub_address()} names no commit of {name}")
+        raise DownloadError(f"{constants.ENDPOINT} names no commit of {name}")
     files = {file.rfilename: file for file in info.siblings or ()}
     base = None if info.card_data is None else info.card_data.get("base_model")
     bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
     return Repository(name, info.sha, files, tuple(map(str, bases)))
-
-
-def endpoint() -> str | None:
-    """Return the hub's address from the environment; None means huggingface_hub's default."""
-    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
-
-
-def find_hub_address() -> str:
-    return endpoint() or constants.ENDPOINT
 
 
 @contextmanager
@@ -213,14 +194,13 @@ def explain_errors(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
-    except errors.LocalEntryNotFoundError as error:  # the hub failed, and the cache lacks the file
-        raise _explain(error.__cause__ or error, name, revision) from None
     except (HTTPError, errors.HFValidationError, OSError) as error:
-        raise _explain(error, name, revision) from None
+        absent = isinstance(error, errors.LocalEntryNotFoundError)  # here, as the hub failed
+        raise _explain((error.__cause__ if absent else None) or error, name, revision) from None
 
 
 def _explain(error: BaseException, name: str, revision: str) -> DownloadError:
-    hub = find_hub_address()
+    hub = constants.ENDPOINT
     match error:
         case errors.OfflineModeIsEnabled():
             return UnreachableError("HF_HUB_OFFLINE is set", "unset it")

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
-from mtpbuild.builder.compiler.fingerprint import fingerprint, hash_files, hash_head_files, identity
+from mtpbuild.builder.compiler.fingerprint import (
+    fingerprint,
+    hash_files,
+    hash_head_files,
+    hash_samples,
+)
 from mtpbuild.builder.compiler.flag_checks import (
     check_flags,
     check_rules,
@@ -139,9 +144,9 @@ class Plans:
             checkpoint |= hash_head_files(source.mtp)
         if request.chat_template is not None:
             checkpoint["chat_template"] = hash_file(request.chat_template)
-        checkpoint |= {f"drafter/{i}": identity(path) for i, path in enumerate(self.brought)}
+        checkpoint |= {f"drafter/{i}": hash_samples(path) for i, path in enumerate(self.brought)}
         if text not in (None, OWN_TEXT):
-            checkpoint["calibration"] = identity(Path(text))
+            checkpoint["calibration"] = hash_samples(Path(text))
         prints = {
             out: fingerprint(checkpoint, plan, self.target, request.layers)
             for out, plan in self.engines.items()
@@ -256,19 +261,11 @@ def note_context(request: BuildRequest, plan: Plan) -> None:
     """Log a note if the context is not what the model was trained for."""
     length, limit = plan.max_seq_len, plan.config.max_position_embeddings
     if length > limit:
-        logger.warning(
-            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
-            "what the model says there is untested",
-            length,
-            limit,
-        )
+        beyond = "is beyond the checkpoint's max_position_embeddings"
+        untested = "what the model says there is untested"
+        logger.warning("note: --max-seq-len %d %s %d: %s", length, beyond, limit, untested)
     elif request.max_seq_len is None and length < limit:
         default = f"the default of target {request.target}"
         reason = "what memory allows" if plan.style.packs_weights else default
-        logger.warning(
-            "note: requests may have %s tokens of the model's %s, which is %s; --max-seq-len "
-            "sets it",
-            f"{length:,}",
-            f"{limit:,}",
-            reason,
-        )
+        tokens = f"{length:,} tokens of the model's {limit:,}, which is {reason}"
+        logger.warning("note: requests may have %s; --max-seq-len sets it", tokens)

@@ -66,9 +66,8 @@ class Beginning:
         if messages[-1].get("role") == "user":
             return ids()
         conversations = [ids({"role": "user", "content": probe}) for probe in PROBES]
-        return conversations[0][
-            : min(count_common(one, other) for one, other in pairwise(conversations))
-        ]
+        common = min(count_common(one, other) for one, other in pairwise(conversations))
+        return conversations[0][:common]
 
 
 def add_prefix(
@@ -132,14 +131,11 @@ def list_prefixes(engine: Path) -> list[dict[str, Any]]:
     """Return the name, the number of tokens and the bytes of each prefix."""
     manifest = read_manifest(engine)
     check_files(engine, manifest)
-    return [
-        {
-            "name": name,
-            "tokens": len(file.span.tokens),
-            "bytes": manifest.files[name_prefix_file(name)].size,
-        }
-        for name, file in open_prefixes(engine, manifest)
-    ]
+    rows = list[dict[str, Any]]()
+    for name, file in open_prefixes(engine, manifest):
+        size = manifest.files[name_prefix_file(name)].size
+        rows.append({"name": name, "tokens": len(file.span.tokens), "bytes": size})
+    return rows
 
 
 def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:

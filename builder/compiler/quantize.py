@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.compiler.calibrate import calibrate, discard_calibration
-from mtpbuild.builder.compiler.fingerprint import hash_files, identity
+from mtpbuild.builder.compiler.fingerprint import hash_files, hash_samples
 from mtpbuild.builder.compiler.workbench import Workbench
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
@@ -104,7 +104,7 @@ def calibrate_view(
         request.model, scheme=request.scheme, checkpoint=request.checkpoint, force=request.force
     )
     text = request.scheme.calibration
-    read = {} if text in (None, OWN_TEXT) else {text: identity(Path(text))}
+    read = {} if text in (None, OWN_TEXT) else {text: hash_samples(Path(text))}
     inputs = json.dumps([hash_files(source), read, str(request.scheme)], sort_keys=True)
     return calibrate(view, config, asked, request.out, inputs, bench, Stages(watch))
 

@@ -94,7 +94,7 @@ def refit(
 def require_refittable_target(engine: Path, old: Manifest) -> Target:
     """Return an engine's target; raise UsageError if it can't be refitted."""
     if old.split:
-        raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
+        raise UsageError(f"{engine}: engines of several ranks cannot be refitted; build it again")
     name = old.target.name
     target = configure_target(name, find_target(name).build_flags(old))
     if target.style.embeds_weights:
@@ -180,11 +180,8 @@ def list_differences(old: ModelConfig, new: ModelConfig) -> list[str]:
 def flatten_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flags: dict[str, Any] = {}
     for name, value in values.items():
-        flags |= (
-            flatten_settings(value, f"{name}.")
-            if isinstance(value, dict)
-            else {prefix + name: value}
-        )
+        nested = isinstance(value, dict)
+        flags |= flatten_settings(value, f"{name}.") if nested else {prefix + name: value}
     return flags
 
 

@@ -21,7 +21,7 @@ from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name
 from mtpbuild.builder.models import find_family_of, load_config, refuse_class
 from mtpbuild.builder.models.modules import count_stored_modules
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
-from mtpbuild.builder.plan.machine import THIS_MACHINE, Room
+from mtpbuild.builder.plan.machine import Room
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import (
     FoundModel,
@@ -83,17 +83,14 @@ class ModelSource(FoundModel):
     ids: GenerationIds
     remote: RemoteWeights | None = None
 
-    def fetch(
-        self, request: BuildRequest, plans: Mapping[Path, Plan], room: Room = THIS_MACHINE
-    ) -> "ModelSource":
-        """Fetch the weights unless they are here; return the model with their folder.
+    def fetch(self, request: BuildRequest, plans: Mapping[Path, Plan], room: Room) -> "ModelSource":
+        """Fetch the weights, which are not here; return the model with their folder.
 
         Before the weights come all checks that their headers allow. room: measures the machine's
         disks and memory. Fetched files stay, and the next build of the model goes on from there.
         Raises DownloadError or CheckpointError.
         """
-        if self.remote is None:
-            return self
+        assert self.remote is not None
         repository, names = self.remote.repository, [*self.remote.head, *self.remote.names]
         if wanted := sum(map(repository.count_lacking_bytes, names)):
             check_disk_and_memory(self, request, wanted, plans, room)
@@ -102,9 +99,8 @@ class ModelSource(FoundModel):
             opened = open_headers(self, self.remote, request)
             opened.check(opened.settle_modules(self.config, drafts))
         read = {entry.file.name for entry in opened.tensors.values()}
-        for (
-            name
-        ) in names:  # of GGUF files the head's comes first: the trunk's says that all is here
+        # Of GGUF files the head's comes first: the trunk's says that all is here.
+        for name in names:
             if name in self.remote.names or PurePosixPath(name).name in read:
                 repository.fetch_weights(name)
         write_ref(repository.name, self.remote.revision, repository.commit)
@@ -133,9 +129,8 @@ def read_source(
     config, folder, layers = load_config(model.folder), model.folder, request.layers
     if model.mtp is not None:
         head = open_head(model.mtp, config)
-        config = load_config(
-            folder, count_stored_modules(find_family_of(config), config, head.tensors)
-        )
+        modules = count_stored_modules(find_family_of(config), config, head.tensors)
+        config = load_config(folder, modules)
     names = {"name": model.name, "engine": model.engine}
     if layers is not None:
         config = layers.of(config)
@@ -288,10 +283,9 @@ def open_headers(source: ModelSource, remote: RemoteWeights, request: BuildReque
         return open_slice(source.folder, request.layers, request.mtp)
     where = Path(remote.repository.name)
     with ThreadPoolExecutor(MAX_REQUESTS) as threads:
-        headers = zip(
-            remote.names, threads.map(remote.repository.read_header, remote.names), strict=True
-        )
-        shards = [describe_tensors(where / name, header) for name, header in headers]
+        headers = threads.map(remote.repository.read_header, remote.names)
+        places = [where / name for name in remote.names]
+        shards = [*map(describe_tensors, places, headers)]
     opened = collect_tensors(source.folder, shards)
     if request.mtp is not None:
         opened = join_head(opened, request.mtp, load_config(source.folder))

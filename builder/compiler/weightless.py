@@ -1,23 +1,16 @@
 """A model without weights in memory, for the checks of `build --dry-run` that need its graphs."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.compiler.step_counts import (
-    StepCounts,
-    count_step_calls,
-    count_temporary_bytes,
-)
+from mtpbuild.builder.compiler.temporary import count_temporary_bytes
 from mtpbuild.builder.formats import Format, Shape
 from mtpbuild.builder.garbage import pause_garbage_collection
-from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.opened_model import OpenedModel
@@ -27,6 +20,14 @@ from mtpbuild.builder.stages import Watch
 from mtpbuild.builder.weights.checkpoint import Checkpoint, choose_read_format
 from mtpbuild.builder.weights.quantised_view import QuantisedView
 from mtpbuild.runtime.errors import BuildError
+
+
+@dataclass(frozen=True)
+class GraphSize:
+    """The number of a program's nodes, and the bytes of intermediate results held at once."""
+
+    nodes: int
+    temporary: int
 
 
 @dataclass(frozen=True)
@@ -73,21 +74,21 @@ def export(
     plans: Iterable[Plan],
     trace: Callable[[Program, Plan], TracedProgram],
     watch: Watch,
-) -> list[dict[str, StepCounts]]:
-    """Export each plan's programs on tensors that only have shapes; return each graph's counts.
+) -> list[dict[str, GraphSize]]:
+    """Export each plan's programs on tensors that only have shapes; return each graph's size.
 
-    The model must be on the meta device, and can't be used afterwards. watch: is told of each layer
-    that is traced.
+    The model must be on the meta device, and can't be used afterwards. watch: is told of each
+    program.
     """
 
-    def count(plan: Plan) -> dict[str, StepCounts]:
-        counts = dict[str, StepCounts]()
+    def count(plan: Plan) -> dict[str, GraphSize]:
+        sizes = dict[str, GraphSize]()
         for program in make_programs(plan, model.model):
-            with watch_layers(model.model, f"export {program.name}", watch):
-                traced = trace(program, plan)
-            watch(f"count {program.name}")
-            counts[program.name] = count_step_calls(traced, count_temporary_bytes(traced))
-        return counts
+            watch(f"export {program.name}")
+            traced = trace(program, plan)
+            nodes = len(traced.exported.graph.nodes)
+            sizes[program.name] = GraphSize(nodes, count_temporary_bytes(traced))
+        return sizes
 
     with (
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
@@ -95,17 +96,3 @@ def export(
     ):
         model.model.to_empty(device="cpu")
         return [count(plan) for plan in plans]
-
-
-@contextlib.contextmanager
-def watch_layers(model: CausalLM, stage: str, watch: Watch) -> Iterator[None]:
-    """Tell `watch` of each layer and module as it runs in the block."""
-    layers = [*model.layers, *model.mtp]
-
-    def tell(number: int, *of: object) -> None:
-        watch(f"{stage}, layer {number} of {len(layers)}")
-
-    with contextlib.ExitStack() as stack:
-        for number, layer in enumerate(layers, 1):
-            stack.enter_context(layer.register_forward_pre_hook(partial(tell, number)))
-        yield

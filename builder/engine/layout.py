@@ -42,13 +42,6 @@ def link(old: Path, new: Path) -> None:
         shutil.copy(old, new)
 
 
-def link_files(engine: Path, folder: Path, names: Iterable[str]) -> None:
-    """Link these files of an engine into another folder."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        link(engine / name, folder / name)
-
-
 @contextlib.contextmanager
 def change_engine(
     engine: Path, kept: Iterable[str], modes: Mapping[str, int] | None = None
@@ -58,7 +51,9 @@ def change_engine(
     kept: files to take over from the engine. modes: of files whose mode is not the engine's.
     """
     with stage_folder(engine) as staged:
-        link_files(engine, staged.folder, kept)
+        for name in kept:
+            (staged.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            link(engine / name, staged.folder / name)
         yield staged.folder
         keep_access(engine, staged.folder)
         for name, mode in (modes or {}).items():
@@ -131,19 +126,12 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
     """Refuse to overwrite a folder that is not an engine, or another model's engine."""
     if not is_taken(out, MANIFEST, "an engine"):
         return
-    owner = name_model_at(out)
+    owner = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of any format version
+        owner = read_json(out / MANIFEST)["model"]["name"]
     if owner != model and not force:
         of = f"an engine of {owner}" if owner else f"an {MANIFEST} that can't be read"
         raise BuildError(f"{out} holds {of}; use --force to replace it, or choose another --out")
-
-
-def name_model_at(out: Path) -> str | None:
-    """Return the name of the model at `out`, whatever the manifest's format version."""
-    try:
-        name = read_json(out / MANIFEST)["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return name if isinstance(name, str) else None
 
 
 def refuse_mixed_ranks(out: Path, fingerprint: str, *, force: bool) -> None:

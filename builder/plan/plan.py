@@ -111,7 +111,7 @@ class Plan:
         return 0 if self.drafter is None else find_drafter(self.drafter).lookahead(self.nextn)
 
 
-def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
+def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
     """Return each value once: numbers in rising order, then "auto"."""
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 

@@ -26,7 +26,7 @@ from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
 BUILT_IN = ("code", "reasoning")  # data sets of prompts
-TARGET = "onnxruntime"  # for models whose recipe names no target
+DEFAULT_TARGET = "onnxruntime"  # for models whose recipe names no target
 NEAREST = 5  # recipes that a message about an unknown name lists
 # OWNER/NAME, and after a colon which of its GGUF files
 REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?::(\w[\w.-]*))?", re.ASCII)
@@ -44,7 +44,7 @@ class Recipe(BaseModel):
     description: str
     config: str  # folder beside the recipe, with config.json
     layout: Literal["bf16", "fp8", "nvfp4", "nvfp4-v2", "int8", "int4"]  # how weights are stored
-    target: str = TARGET  # unless --target names another
+    target: str = DEFAULT_TARGET  # unless --target names another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # on Hugging Face
     download: int | None = None  # GB that a build reads of it
@@ -199,7 +199,7 @@ def name_model(model: str) -> Model:
             raise errors.CheckpointError(f"{model}: no such file{suggest_instead_of(folder.stem)}")
         return Model(folder.stem, folder.stem, folder=folder)
     if os.path.isfile(folder):
-        raise errors.CheckpointError(f"{model} is a file: --model names the folder that it is in")
+        raise errors.CheckpointError(f"{model} is a file; give its folder: --model {folder.parent}")
     if match := REPOSITORY.fullmatch(model):
         engine = model.partition("/")[2].replace(":", "-")
         return Model(model, engine, repository=match[1], file=match[2])
@@ -232,7 +232,7 @@ def find_recipe(name: str) -> Recipe | None:
 def choose_default_target(model: str) -> str:
     """Return the target of a model if the command line names none."""
     recipe = find_recipe(model)
-    return TARGET if recipe is None else recipe.target
+    return DEFAULT_TARGET if recipe is None else recipe.target
 
 
 def suggest_instead_of(name: str, made_from: Sequence[str] = ()) -> str:
@@ -240,10 +240,8 @@ def suggest_instead_of(name: str, made_from: Sequence[str] = ()) -> str:
 
     name: of the folder or repository. made_from: the base models that its model card names.
     """
-    base_name, recipes = (
-        strip_model_name(name),
-        {r.repository: r for r in load_recipes() if r.repository},
-    )
+    base_name = strip_model_name(name)
+    recipes = {recipe.repository: recipe for recipe in load_recipes() if recipe.repository}
     same = [
         r for r in recipes if r != name and (r in made_from or strip_model_name(r) == base_name)
     ]

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.builder.plan.plan import DrafterName, Nextn
 from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.runtime.contract.target_options import OptionValue
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -23,7 +23,7 @@ class BuildRequest(BuildFlags):
     layers: LayersSlice | None = None
     scheme: Scheme | None = None  # how to quantise weights; None: as the checkpoint has them
     acceptance_rules: tuple[str, ...] = ()  # names of rules from other packages
-    options: Mapping[str, Any] = field(default_factory=dict)  # the target's flags, as given
+    options: Mapping[str, OptionValue] = field(default_factory=dict)  # the target's flags, as given
 
     @property
     def calibration(self) -> str | None:

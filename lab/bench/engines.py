@@ -7,7 +7,7 @@ from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.compiler.source import find_source
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.plan.plan import Nextn, choose_drafter, in_order
+from mtpbuild.builder.plan.plan import Nextn, choose_drafter, sort_nextns
 from mtpbuild.builder.plan.recipe import choose_default_target
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -37,7 +37,7 @@ def build_engines(request: BuildRequest, stages: Stages) -> list[EnginePair]:
         nextn: replace(
             request, nextn=(nextn,), drafter=None if nextn == "auto" else request.drafter
         )
-        for nextn in in_order([0, *(request.nextn or ())])
+        for nextn in sort_nextns([0, *(request.nextn or ())])
     }
     for nextn, asked in requests.items():  # fail before anything is built
         choose_drafter(source.config, nextn, asked.drafter)

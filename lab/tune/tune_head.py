@@ -17,7 +17,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.calibrate import open_state
-from mtpbuild.builder.compiler.fingerprint import identity
+from mtpbuild.builder.compiler.fingerprint import hash_samples
 from mtpbuild.builder.compiler.plans import Plans, plan_engines
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
 from mtpbuild.builder.compiler.refit import refit
@@ -182,7 +182,7 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
     lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
     [fingerprint] = plans.take_fingerprints().fingerprints.values()
-    read = [identity(request.data), request.max_tokens, request.held_out]
+    read = [hash_samples(request.data), request.max_tokens, request.held_out]
     return plans, how, json.dumps([fingerprint, read, asdict(how)])
 
 

@@ -21,6 +21,7 @@ from mtpbuild.runtime.cli.sampling_flags import (
     read_flags,
 )
 from mtpbuild.runtime.contract.target_options import (
+    OptionFlags,
     list_changed_flags,
     load_options,
     make_option_flags,
@@ -54,7 +55,10 @@ PROMPTS = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
 STDIN = Path("-")
 
 P = ParamSpec("P")
-LoadFlags: Any = make_option_flags(load_options)
+if TYPE_CHECKING:
+    LoadFlags = OptionFlags
+else:
+    LoadFlags = make_option_flags(load_options)
 
 
 def error_line(command: Callable[P, None]) -> Callable[P, None]:

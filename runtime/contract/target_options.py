@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_type_hints
 
 from mtpbuild.runtime.contract.targets import find_target, target_names
 from mtpbuild.runtime.errors import UsageError
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", bound="DataclassInstance")
+OptionValue: TypeAlias = str | bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionFlags:
+    """The base of a group of flags that has a field for each option of every target."""
 
 
 def load_options(target: str) -> "type[DataclassInstance]":
@@ -21,7 +27,7 @@ def load_options(target: str) -> "type[DataclassInstance]":
     return find_target(target).LoadOptions
 
 
-def make_option_flags(options_of: "Callable[[str], type[DataclassInstance]]") -> type[Any]:
+def make_option_flags(options_of: "Callable[[str], type[DataclassInstance]]") -> type[OptionFlags]:
     """Return a group of every target's options; each target has its own panel in the help.
 
     An option of several targets is in the panel of the first, with the help texts of all of them.
@@ -38,10 +44,12 @@ def make_option_flags(options_of: "Callable[[str], type[DataclassInstance]]") ->
                 metadata = first | {"help": both}
             entry: Field[Any] = field(default=option.default, metadata=metadata)
             flags[option.name] = option.name, hints[option.name], entry
-    return make_dataclass("TargetFlags", flags.values(), frozen=True, kw_only=True)
+    return make_dataclass(
+        "TargetFlags", flags.values(), bases=(OptionFlags,), frozen=True, kw_only=True
+    )
 
 
-def list_changed_flags(flags: "DataclassInstance") -> dict[str, Any]:
+def list_changed_flags(flags: OptionFlags) -> dict[str, Any]:
     """Return the flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}

@@ -226,13 +226,7 @@ def test_a_calibration_goes_on(model: Path, tmp_path: Path) -> None:
 def test_texts_become_batches_of_like_length() -> None:
     lengths = (30, 4, 0, 31, 33, 1000, 1001, 1050)
     shapes = [tuple(batch.shape) for batch in make_batches([[1] * n for n in lengths])]
-    assert shapes == [
-        (1, 4),
-        (2, 30),
-        (1, 33),
-        (2, 1000),
-        (1, 1050),
-    ]
+    assert shapes == [(1, 4), (2, 30), (1, 33), (2, 1000), (1, 1050)]
 
 
 # Commands
@@ -240,10 +234,7 @@ def test_texts_become_batches_of_like_length() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_build_and_quantize_write_the_same_weights(
-    tmp_path: Path,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_tokenizer(model / "tokenizer.json", 61)

@@ -8,13 +8,9 @@ from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.cli import app
@@ -22,7 +18,7 @@ from mtpbuild.builder.compiler import build as build_module
 from mtpbuild.builder.compiler import plans
 from mtpbuild.builder.compiler.dry_run import dry_run
 from mtpbuild.builder.compiler.quantize import QuantizeRequest
-from mtpbuild.builder.compiler.weightless import check_slices, watch_layers
+from mtpbuild.builder.compiler.weightless import check_slices
 from mtpbuild.builder.plan import machine
 from mtpbuild.builder.plan.machine import Disk
 from mtpbuild.builder.plan.plan import Plan
@@ -48,7 +44,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
     request = build_request(smallest, nextn=(1,), out=out)
-    done = dry_run(request, Stages())
+    told = list[str]()
+    done = dry_run(request, Stages(told.append))
+    weights = [line for line in told if line.startswith("check checkpoint: rank 0, weight ")]
+    assert weights[-1].endswith(f"weight {len(weights)} of {len(weights)}")
     assert not out.exists()
     (foreseen,) = done.engines
     (built,) = build(request)
@@ -104,24 +103,6 @@ def test_the_stages(smallest: Path, tmp_path: Path) -> None:
     assert told[3].startswith("fingerprint: file 1 of ")
     build(request, stages)
     assert [*stages.seconds] == ["fingerprint"]
-
-
-@pytest.mark.usefixtures("quick")
-def test_it_tells_of_each_weight(smallest: Path, tmp_path: Path) -> None:
-    told: list[str] = []
-    dry_run(build_request(smallest, nextn=(1,), out=tmp_path / "engine"), Stages(told.append))
-    weights = [line for line in told if line.startswith("check checkpoint: rank 0, weight ")]
-    assert weights[-1].endswith(f"weight {len(weights)} of {len(weights)}")
-
-
-def test_it_tells_of_each_layer() -> None:
-    told: list[str] = []
-    first, second, module = (nn.Linear(2, 2) for _ in range(3))
-    model: Any = SimpleNamespace(layers=[first, second], mtp=[module])
-    with watch_layers(model, "export step", told.append):
-        torch.export.export(nn.Sequential(first, second, module), (torch.zeros(1, 2),))
-    assert told == [f"export step, layer {number} of 3" for number in (1, 2, 3)]
-    assert not first._forward_pre_hooks
 
 
 @pytest.mark.usefixtures("quick")
@@ -234,23 +215,17 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("flags", "wide", "calls"),
+    ("flags", "wide"),
     [
-        (("--ep", "2", "--attention-dp"), 2, 2),
-        pytest.param((), 2, 9, marks=FULL),
-        pytest.param(("--ep", "2"), 2, 9, marks=FULL),
-        pytest.param(("--dtype", "float32"), 4, 9, marks=FULL),
-        pytest.param(("--attention-dp",), 2, 2, marks=FULL),
+        (("--ep", "2", "--attention-dp"), 2),
+        pytest.param((), 2, marks=FULL),
+        pytest.param(("--ep", "2"), 2, marks=FULL),
+        pytest.param(("--dtype", "float32"), 4, marks=FULL),
+        pytest.param(("--attention-dp",), 2, marks=FULL),
     ],
 )
-def test_a_rank_for_tensorrt(
-    flags: tuple[str, ...], wide: int, calls: int, fp4: Path, tmp_path: Path
-) -> None:
-    """The graphs are exported on a machine without a GPU and without TensorRT's packages.
-
-    Sums: embedding, attention, MLP and head of the layer; of the module these and `eh_proj`. With
-    attention-DP two where there are experts, which the module has alone.
-    """
+def test_a_rank_for_tensorrt(flags: tuple[str, ...], wide: int, fp4: Path, tmp_path: Path) -> None:
+    """The graphs are exported on a machine without a GPU and without TensorRT's packages."""
     caches = 2 * 320 * 20 * wide  # of layer and module: 256 rows and a window, aligned
     command = ("build", "--model", fp4, "--target", "tensorrt", "--tp", "2", "--dry-run")
     code, out, err = invoke(*command, *flags, "--out", tmp_path / "engine")
@@ -258,10 +233,7 @@ def test_a_rank_for_tensorrt(
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
     held = rf"weights [\d.]+ kB, caches {caches / 1e3:.2f} kB, all programs together hold"
-    step = r"[1-9]\d* products, [1-9]\d* ops of ours, [1-9]\d* others"
-    assert re.search(
-        rf"each rank: {held} [\d.]+ kB of weights; a step: {step}, {calls} collectives of ", out
-    )
+    assert re.search(rf"each rank: {held} [\d.]+ kB of weights; intermediate results up to ", out)
     lacks = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()

@@ -15,12 +15,7 @@ from mtpbuild.lab.measure import checks
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT
-from mtpbuild.runtime.errors import (
-    BuildError,
-    EngineError,
-    MissingDependencyError,
-    UsageError,
-)
+from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.programs import onnxruntime
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
 from tests.support.exact_engines import said, same, save

@@ -17,7 +17,7 @@ from mtpbuild.builder.compiler.fingerprint import (
     SMALL,
     WHOLE,
     hash_files,
-    identity,
+    hash_samples,
 )
 
 
@@ -50,11 +50,11 @@ def test_a_large_file_is_known_by_its_tensors(tmp_path: Path) -> None:
 
     def changed(place: int, count: int = 1) -> bool:
         write_at(path, start + place, b"x" * count)
-        after = identity(path, hash_limit=1 << 20)
+        after = hash_samples(path, hash_limit=1 << 20)
         write_at(path, start + place, b"\0" * count)
         return after != before
 
-    before = identity(path, hash_limit=1 << 20)
+    before = hash_samples(path, hash_limit=1 << 20)
     small = (0, SAMPLE + 7, WHOLE - 1, ends[2], ends[2] + SAMPLE - 1, ends[3], ends[-1] - 1)
     assert all(map(changed, small))
     assert changed(WHOLE, large)
@@ -62,9 +62,9 @@ def test_a_large_file_is_known_by_its_tensors(tmp_path: Path) -> None:
     assert all(changed(WHOLE + at, EVERY) for at in windows)
     assert not changed(WHOLE + SAMPLE), "or it is hashed whole"
     write_at(path, 9, b"A")  # a name in the header
-    assert identity(path, hash_limit=1 << 20) != before
+    assert hash_samples(path, hash_limit=1 << 20) != before
     write_at(path, 9, blank[9:10])
-    assert identity(path, hash_limit=1 << 20) == before
+    assert hash_samples(path, hash_limit=1 << 20) == before
 
 
 def test_what_is_read_of_a_large_checkpoint(
@@ -109,11 +109,11 @@ def test_a_large_gguf_is_known_by_each_tensor(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    seen, blank = {identity(path, hash_limit=1 << 10)}, path.read_bytes()
+    seen, blank = {hash_samples(path, hash_limit=1 << 10)}, path.read_bytes()
     place = blank.rindex(norm.tobytes())
     for at in (place, place + norm.nbytes - 1, blank.index(b"qwen3")):
         write_at(path, at, b"x")
-        seen.add(identity(path, hash_limit=1 << 10))
+        seen.add(hash_samples(path, hash_limit=1 << 10))
         write_at(path, at, blank[at : at + 1])
     assert len(seen) == 4
 
@@ -133,35 +133,21 @@ def test_a_large_gguf_is_known_by_each_tensor(tmp_path: Path) -> None:
 def test_a_large_file_without_a_header_of_tensors(header: object, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     start = holes(path, header, 2 * SMALL)
-    before = identity(path, hash_limit=1 << 20)
+    before = hash_samples(path, hash_limit=1 << 20)
     for place in (0, SMALL + SAMPLE, 2 * SMALL - EVERY):
         write_at(path, start + place, b"x" * EVERY)
-        assert identity(path, hash_limit=1 << 20) != before
+        assert hash_samples(path, hash_limit=1 << 20) != before
         write_at(path, start + place, b"\0" * EVERY)
-    assert identity(path, hash_limit=1 << 20) == before
+    assert hash_samples(path, hash_limit=1 << 20) == before
 
 
-def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
-    """Neither time stamps nor places matter, so any machine knows them."""
-    file = tmp_path / "a" / "model.safetensors"
-    file.parent.mkdir()
-    size = SMALL + 2 * EVERY + 5 * SAMPLE
-    file.touch()
-    os.truncate(file, size)  # a file of holes
-
-    def of(folder: Path) -> str:
-        return identity(folder / "model.safetensors", hash_limit=1 << 20)
-
-    first = of(file.parent)
-    copy = shutil.copytree(file.parent, tmp_path / "b")
-    os.utime(copy / file.name, (1, 1))
-    assert of(copy) == first
-    seen = {first}
-    for place in (0, SMALL - 1, SMALL + EVERY - SAMPLE, SMALL + 2 * (EVERY - SAMPLE)):
-        with file.open("r+b") as opened:
-            opened.seek(place)
-            opened.write(b"x")
-        seen.add(of(file.parent))
-    os.truncate(file, size + 1)
-    seen.add(of(file.parent))
-    assert len(seen) == 6
+def test_a_large_file_is_the_same_on_any_machine(tmp_path: Path) -> None:
+    """Neither time stamps nor places count; the size does."""
+    path, copy = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
+    holes(path, None, 2 * SMALL)
+    before = hash_samples(path, hash_limit=1 << 20)
+    shutil.copyfile(path, copy)
+    os.utime(copy, (1, 1))
+    assert hash_samples(copy, hash_limit=1 << 20) == before
+    os.truncate(copy, copy.stat().st_size + 1)
+    assert hash_samples(copy, hash_limit=1 << 20) != before

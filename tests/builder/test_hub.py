@@ -28,7 +28,14 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke, refusal
-from tests.support.loopback_hub import COMMIT, Hosted, LoopbackHub, connect, environment, serving
+from tests.support.loopback_hub import (
+    COMMIT,
+    Hosted,
+    LoopbackHub,
+    connect,
+    name_hub,
+    serving,
+)
 from tests.support.requests import download
 
 NAME = "some/Model-1.5"
@@ -127,6 +134,8 @@ def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -
         assert "tokenizer.json" in manifest.files
     read = {path.name for path in checkpoint.iterdir()} - set(NOT_READ)
     assert hub.files == read
+    are_weights = [one.file.endswith(".safetensors") for one in hub.sent]
+    assert are_weights == [False] * (len(read) - 3) + [True] * 3, "small files come first"
     assert all(hub.bytes_of(name) == [(0, (checkpoint / name).stat().st_size)] for name in read)
 
     # Then it is here, for every command and without a word to the hub.
@@ -138,13 +147,6 @@ def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -
     code, _, err = invoke("quantize", "--model", NAME, "--to", "int8", "--out", "int8")
     assert (code, err) == (0, "")
     assert hub.asked == []
-
-
-def test_small_files_come_first(hub: LoopbackHub) -> None:
-    download(BuildRequest(NAME))
-    order = [one.file for one in hub.sent]
-    assert all(name.endswith(".safetensors") for name in order[-3:])
-    assert not any(name.endswith(".safetensors") for name in order[:-3])
 
 
 @pytest.mark.usefixtures("hub")
@@ -185,10 +187,7 @@ def test_a_recipes_repository(hub: LoopbackHub, checkpoint: Path) -> None:
 def test_only_build_downloads(hub: LoopbackHub) -> None:
     says = "the repository is not downloaded here: `mtpbuild build --model some/Model-1.5` or"
     assert says in build("--dry-run")
-    for command in (
-        ("quantize", "--to", "int8", "--out", "out"),
-        ("bench", "--nextn", "0"),
-    ):
+    for command in (("quantize", "--to", "int8", "--out", "out"), ("bench", "--nextn", "0")):
         code, _, err = invoke(*command, "--model", NAME)
         assert (code, says in err) == (1, True)
     assert hub.asked == []
@@ -403,7 +402,7 @@ def test_offline(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    name_hub(monkeypatch, "http://127.0.0.1:1")
     line = build()
     assert line.startswith("http://127.0.0.1:1 can't be reached (")
     assert line.endswith(
@@ -415,7 +414,7 @@ def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as the page of a network that wants a log-in first."""
     host(hub, {"a": "<html>"})
-    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/storage/x/y//a?")
+    name_hub(monkeypatch, f"{hub.url}/storage/x/y//a?")
     assert "does not answer as a Hugging Face hub does" in build()
 
 
@@ -548,7 +547,8 @@ def test_a_process_of_its_own(hub: LoopbackHub, tmp_path: Path) -> None:
     code = "from mtpbuild.builder.cli import app; app()"
     run = [sys.executable, "-c", code, "build", "--model", NAME, "--max-seq-len", "2"]
     hub.repositories[NAME].token = "secret"
-    own = environment(hub, tmp_path / "own") | {"HF_TOKEN": "secret"}
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "own"), "HF_HUB_OFFLINE": "0"}
+    own["HF_TOKEN"] = "secret"
 
     def error(**env: str) -> str:
         done = subprocess.run(run, env=own | env, capture_output=True, text=True, check=False)

@@ -356,7 +356,7 @@ def test_unknown_models(tmp_path: Path) -> None:
         assert len({*listed} & known) == len(listed) == 5
         assert names.get(name, listed[0]) == listed[0]
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="is a file: --model names the folder that it is in"):
+    with pytest.raises(CheckpointError, match="is a file; give its folder: --model "):
         build(BuildRequest(str(tmp_path / "model.safetensors")))
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         build(BuildRequest(str(tmp_path)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from mtpbuild.builder.compiler.step_counts import count_temporary_bytes
+from mtpbuild.builder.compiler.temporary import count_temporary_bytes
 from mtpbuild.builder.program.trace import TracedProgram
 
 HEADS, WIDTH, ROWS, TOKENS = 4, 8, 512, 96

@@ -89,16 +89,20 @@ def connect(patch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         patch.delenv(name, raising=False)
-    patch.setenv("HF_ENDPOINT", hub.url)
     patch.setenv("HF_HOME", str(home))
+    name_hub(patch, hub.url)
     # huggingface_hub reads these at its import, which was offline in tests.
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
 
 
-def environment(hub: LoopbackHub, home: Path) -> dict[str, str]:
-    """Return the variables that let another process download from the hub."""
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+def name_hub(patch: pytest.MonkeyPatch, url: str) -> None:
+    """Let this process use the hub at an address, as HF_ENDPOINT does at the start."""
+    from huggingface_hub import constants
+
+    patch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def sha256(path: Path) -> str:
@@ -174,30 +178,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_file(self, path: Path, headers: dict[str, str] | None = None) -> None:
         """Send a file, or the requested range of it; some answers break off in the middle."""
-        asked, data = self.headers.get("Range"), path.read_bytes()
-        if asked and not asked.endswith("-"):
-            return self.send_start(path.name, data, asked)
-        first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        data, asked = path.read_bytes(), self.headers.get("Range")
+        begin, _, end = (asked or "bytes=0-").removeprefix("bytes=").partition("-")
+        first, last = int(begin), min(int(end or len(data)), len(data) - 1)
         headers = {"Accept-Ranges": "bytes"} | (headers or {})
         if asked:
-            headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
-        body, cuts = data[first:], self.hub.cuts.get(path.name)
-        if self.command == "HEAD":
-            return self.answer(200, headers, body)
-        if cuts == [] and self.hub.down_after_cut:
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        body, cuts = data[first : last + 1], self.hub.cuts.get(path.name)
+        length, status = len(body), 206 if asked else 200
+        if end:  # the first bytes of a file, with which its header is read
+            self.hub.peeked[path.name] = max(length, self.hub.peeked.get(path.name, 0))
+        elif cuts == [] and self.hub.down_after_cut and self.command != "HEAD":
             return self.answer(503, {})
-        if cuts:
-            body = data[first : cuts.pop(0)]
-            self.close_connection = True
-        self.hub.sent.append(Sent(path.name, first, len(body), self.token()))
-        return self.answer(206 if asked else 200, headers, body, len(data) - first)
-
-    def send_start(self, name: str, data: bytes, asked: str) -> None:
-        """Send the first bytes of a file, with which its header is read."""
-        last = min(int(asked.removeprefix("bytes=0-")), len(data) - 1)
-        self.hub.peeked[name] = max(last + 1, self.hub.peeked.get(name, 0))
-        ranges = {"Content-Range": f"bytes 0-{last}/{len(data)}"}
-        return self.answer(206, ranges, data[: last + 1])
+        elif self.command != "HEAD":
+            if cuts:
+                body = data[first : cuts.pop(0)]
+                self.close_connection = True
+            self.hub.sent.append(Sent(path.name, first, len(body), self.token()))
+        return self.answer(status, headers, body, length)
 
     def answer(
         self, status: int, headers: dict[str, str], body: bytes = b"", length: int | None = None
