@@ -145,7 +145,7 @@ def test_the_fakes_have_the_real_names(predictable: PlainDeepseek) -> None:
         wanted = call.__code__.co_argcount - 1
         assert (arguments.count(",") + 1 if arguments else 0) == wanted, head
     pairs = {
-        trt.ICudaEngine: fake_tensorrt.Engine,
+        trt.ICudaEngine: fake_tensorrt.Network,
         trt.IExecutionContext: fake_tensorrt.Context,
         trt.Runtime: fake_tensorrt.Runtime,
         trt.Refitter: fake_tensorrt.Refitter,

@@ -19,7 +19,7 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import follow, tensorrt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt import FakeTensorRt
-from tests.support.fake_torch_tensorrt import FakeNccl, data_centre, installed
+from tests.support.fake_torch_tensorrt import FakeNccl, installed
 from tests.support.registry import registered
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ BUSY = 2  # how often a GPU reports to be busy before it is done
 def fake() -> FakeTensorRt:
     """Make one process's TensorRT, on its GPU, with its end of NCCL."""
     gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
-    return data_centre(gpu, FakeNccl())
+    return FakeTensorRt(gpu, FakeNccl())
 
 
 visible_gpus = tensorrt.visible_gpus
