@@ -106,9 +106,10 @@ def listing(what: str) -> dict[str, Any]:
     from tests.support.opened import opened
 
     found: dict[str, Any] = {}
-    target = TensorRt(dtype="float32", strip_weights=True)
+    recipe = find_recipe(what)
+    target = TensorRt(dtype="float32", strip_weights=recipe is None)
     with tempfile.TemporaryDirectory() as scratch:
-        if recipe := find_recipe(what):
+        if recipe is not None:
             config = parse_layers("0-3").of(load_config(recipe.config_folder))
             plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, target.style, Ranks(8), ("10.0",))
             scheme = SCHEMES[recipe.layout]
@@ -135,7 +136,7 @@ def listing(what: str) -> dict[str, Any]:
             interpreter = lowering.convert(traced, weights)  # holds the network's constants
             listed = describe(trt, interpreter.ctx.net) | {"plugins": plugins.copy()}
             plugins.clear()
-            if recipe:
+            if recipe is not None:
                 listed["totals"] = totals(trt, interpreter.ctx.net)
             else:
                 compiled = lowering.compile_program(traced, weights, strip=True, fast=False)
