@@ -10,7 +10,7 @@ MISSING = object()
 @contextlib.contextmanager
 def override_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give a module's or a class's attribute a value inside the block."""
-    before = vars(owner).get(name, getattr(owner, name, MISSING))
+    before = vars(owner).get(name, MISSING)  # unlike getattr, it keeps static methods unbound
     setattr(owner, name, value)
     try:
         yield

@@ -104,12 +104,12 @@ class CompiledProgram:
 
     def bind(self, tensors: Mapping[str, DeviceArray]) -> None:
         for name, array in tensors.items():
-            if not self._context.set_tensor_address(name, array.address):
-                raise self._make_error(f"refuses the memory of {name}")
+            done = self._context.set_tensor_address(name, array.address)
+            self._require(done, f"refuses the memory of {name}")
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
-        if not self._context.set_input_shape(name, shape):
-            raise self._make_error(f"takes no {name} of {list(shape)}")
+        done = self._context.set_input_shape(name, shape)
+        self._require(done, f"takes no {name} of {list(shape)}")
 
     def join(self, device: Device, communicator: object) -> None:
         """Set the NCCL communicator, a PyCapsule, for the program's collectives.
@@ -117,16 +117,15 @@ class CompiledProgram:
         TensorRT does this with all other ranks together, so it waits for them.
         """
         device.use()
-        if not self._context.set_communicator(communicator):
-            raise self._make_error("refuses NCCL's communicator")
+        self._require(self._context.set_communicator(communicator), "refuses NCCL's communicator")
 
     def enqueue(self, device: Device) -> None:
         device.use()
-        if not self._context.execute_async_v3(device.stream):
-            raise self._make_error("could not be started")
+        self._require(self._context.execute_async_v3(device.stream), "could not be started")
 
-    def _make_error(self, what: str) -> EngineError:
-        return EngineError(f"{self._path.name} {what}")
+    def _require(self, done: bool, failure: str) -> None:
+        if not done:
+            raise EngineError(f"{self._path.name} {failure}")
 
 
 class TensorRtPrograms(DeviceSlots):

@@ -4,7 +4,6 @@ Programs run eagerly (`tests/support/eager_ranks.py`); compiled ones are in
 `test_ranks_compiled.py`.
 """
 
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.support.rank_engines import (
     PROMPT,
     RELAXED,
     SHAPE,
-    check_death,
     followers,
     make,
     running,
@@ -149,12 +147,3 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
     (out,) = plan_model(request, FoundModel("two", "two", checkpoint))
     assert out == Path("engines/two_n2_tp2_adp")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs(
-    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank that has nothing to do is missed too."""
-    check_death(engine, number, 4, monkeypatch)

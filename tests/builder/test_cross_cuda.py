@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.targets.capability import GPUS
 from mtpbuild.builder.targets.inductor import Inductor, cross_cuda, lowering
@@ -271,7 +272,6 @@ def test_this_torch_asks_by_these_names(tmp_path: Path) -> None:
 
 def test_what_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attributes that were there, static methods, and those that were not."""
-    import contextlib
 
     class Owner:
         present = 1
@@ -280,10 +280,11 @@ def test_what_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         def asked() -> str:
             return "real"
 
-    with contextlib.ExitStack() as undo:
-        cross_cuda._replace(undo, Owner, "present", 2)
-        cross_cuda._replace(undo, Owner, "asked", staticmethod(lambda: "pretended"))
-        cross_cuda._replace(undo, Owner, "absent", 3)
+    with (
+        override_attribute(Owner, "present", 2),
+        override_attribute(Owner, "asked", staticmethod(lambda: "pretended")),
+        override_attribute(Owner, "absent", 3),
+    ):
         assert (Owner.present, Owner.asked(), Owner.absent) == (2, "pretended", 3)  # type: ignore[attr-defined]
     assert (Owner.present, Owner.asked()) == (1, "real")
     assert Owner().asked() == "real", "still static"

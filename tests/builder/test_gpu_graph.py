@@ -288,22 +288,17 @@ def test_experts_of_an_open_number_of_slots(all_graphs: Graphs) -> None:
 
 
 @pytest.mark.full
-def test_fp8_is_dequantised_in_the_kernels(all_graphs: Graphs) -> None:
-    """Experts and products take their weights in fp8."""
-    check_fp8(all_graphs["fp8"], all_graphs["one"], PASSES)
-
-
-@pytest.mark.full
-def test_fp8_with_an_open_number_of_slots(all_graphs: Graphs) -> None:
-    check_fp8(all_graphs["fp8-batch"], all_graphs["batch"], 0)
-
-
-def check_fp8(nodes: list[Node], wide: list[Node], gated: int) -> None:
-    """Check that the kernels are those with wide weights, and both products of each MLP.
+@pytest.mark.parametrize(
+    ("case", "wide", "gated"), [("fp8", "one", PASSES), ("fp8-batch", "batch", 0)]
+)
+def test_fp8_is_dequantised_in_the_kernels(
+    case: str, wide: str, gated: int, all_graphs: Graphs
+) -> None:
+    """The kernels are those with wide weights, and both products of each MLP.
 
     gated: products of the former that are one kernel with what joins gates and ups.
     """
-    own = kernels(wide)
+    nodes, own = all_graphs[case], kernels(all_graphs[wide])
     for _ in range(gated):
         own.remove(["inner"])
     assert kernels(nodes) == sorted(own + [["parts"]] * 2 * PASSES)

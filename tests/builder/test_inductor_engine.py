@@ -1,7 +1,6 @@
 """The built AOTInductor engine on the CPU: oracles O2, O3, O6, O7, state in place, refusals.
 
-One engine for one request serves the tests of `make test` (compiling it takes a minute of a core);
-batches, other shapes and drafters are in the full matrix.
+One engine for one request serves most tests, as compiling it takes a minute of a core.
 """
 
 import json
@@ -85,16 +84,6 @@ def load(engine: Path) -> InductorPrograms:
     programs = load_programs(engine, read_manifest(engine), threads=1)
     assert isinstance(programs, InductorPrograms)
     return programs
-
-
-@pytest.mark.full
-def test_every_step_equals_recomputation(programs: InductorPrograms, model: PlainDeepseek) -> None:
-    check_programs(programs, model, NEXTN, "mtp-eagle", CHUNK)
-
-
-@pytest.mark.full
-def test_texts_equal_plain_decoding(engine: Path, model: PlainDeepseek) -> None:
-    check_texts(engine, model)
 
 
 @pytest.mark.full
@@ -352,7 +341,7 @@ def test_a_library_that_torch_could_not_load(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
-def test_every_step_equals_recomputation_full(
+def test_every_step_equals_recomputation(
     nextn: int,
     drafter: DrafterName | None,
     predictable: PlainDeepseek,

@@ -43,7 +43,6 @@ from tests.support.rank_engines import (
     PROMPT,
     RELAXED,
     SHAPE,
-    check_death,
     followers,
     make,
     request_and_build,
@@ -203,14 +202,6 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     done = dry_run(build_request(checkpoint, (NEXTN,), target="inductor", tp=2), Stages())
     assert 0.5 * whole < done.engines[0].weight_file_bytes < 0.8 * whole
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs(
-    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_death(engine, number, 4, monkeypatch)
 
 
 @pytest.mark.parametrize(("number", "idle"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)])

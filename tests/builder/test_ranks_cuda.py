@@ -7,7 +7,6 @@ Two processes with fake GPUs that gloo connects in NCCL's place, programs run ea
 import contextlib
 import itertools
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
-from mtpbuild.runtime import Engine, EngineError
+from mtpbuild.runtime import EngineError
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
@@ -44,7 +43,6 @@ from tests.support.rank_engines import (
     HOT,
     PROMPT,
     SHAPE,
-    check_death,
     followers,
     make,
     running,
@@ -172,33 +170,6 @@ def test_a_bug_in_the_order_is_caught(
     assert err.startswith(f"error: rank 0 of 2: '{here}"), err
     assert f" here, '{there}" in err
     assert err.endswith(" on rank 1\n")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs(
-    number: signal.Signals, engine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_death(engine, number, 3, monkeypatch)
-
-
-@pytest.mark.full
-def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(eager_ranks.GPUS, "1")
-    code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
-    assert (code, err) == (
-        2,
-        f"error: {engine}: 2 ranks need a GPU each, this machine has 1: spread them over machines "
-        "with torchrun\n",
-    )
-    with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
-        Engine.load(engine)
-    (engine / "rank1").rename(engine / "elsewhere")
-    with pytest.raises(
-        EngineError, match=r"--target inductor .*--ep 2 --device cuda --dtype float32 --rank 1"
-    ):
-        ranks_module.require_ranks(engine, read_manifest(engine), [1])
-    (engine / "elsewhere").rename(engine / "rank1")
 
 
 @pytest.mark.full

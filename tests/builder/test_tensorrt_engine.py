@@ -1,6 +1,5 @@
-"""Target tensorrt-rtx from build to tokens, on a fake GPU with the rules of the real one."""
+"""Target tensorrt from build to tokens, on a fake GPU with the rules of the real one."""
 
-import contextlib
 import gc
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from safetensors.numpy import load_file as load_numpy
@@ -25,7 +23,6 @@ from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets import tensorrt_rtx
 from mtpbuild.builder.targets.tensorrt import lowering
 from mtpbuild.builder.targets.tensorrt.compiling import make_compiler_config
-from mtpbuild.builder.targets.tensorrt_rtx import lowering as rtx_lowering
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import (
@@ -49,15 +46,18 @@ from tests.support.checkpoints import SMALLEST, make_model, make_predictable, sa
 from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.support.fake_target import quick_target
-from tests.support.fake_tensorrt import DataType, FakeTensorRt, Network, Weights
-from tests.support.fake_tensorrt import Engine as FakeEngine
-from tests.support.fake_torch_tensorrt import data_centre, installed
+from tests.support.fake_tensorrt import VERSION, DataType, FakeTensorRt, Network, Weights
+from tests.support.fake_torch_tensorrt import installed
 from tests.support.requests import build, build_request
 from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
 
-pytestmark = pytest.mark.xdist_group("tensorrt-rtx")  # another worker would wait for the engine
+pytestmark = pytest.mark.xdist_group("tensorrt")  # another worker would wait for the engine
 CHUNK, SLOTS, COUNT = 4, 2, 40
+SIZES = {
+    **{"target": "tensorrt", "dtype": "float32", "max_batch": SLOTS},
+    **{"max_seq_len": 100, "prefill_chunk": CHUNK},
+}
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, top_k=30, seed=5)
 LENGTHS = (9, 1, 2, CHUNK, CHUNK + 1, 25)
@@ -71,18 +71,10 @@ def gpu() -> FakeCuda:
 
 @pytest.fixture
 def trt(gpu: FakeCuda) -> Iterator[FakeTensorRt]:
-    """Stand in for TensorRT-RTX and CUDA, even where they are installed."""
+    """Stand in for TensorRT, Torch-TensorRT and CUDA, even where they are installed."""
     fake = FakeTensorRt(gpu)
-    with importing({"tensorrt_rtx_bindings": fake, "cuda.bindings.runtime": gpu}):
+    with installed(fake):
         yield fake
-
-
-@pytest.fixture
-def both(trt: FakeTensorRt) -> Iterator[None]:
-    """Stand in for the other TensorRT too, once torch has looked for it."""
-    assert torch._dynamo
-    with importing({"tensorrt": trt}):
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -98,9 +90,7 @@ def folder(model: PlainDeepseek, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 def engine(folder: Path, build_engine: EngineBuilder, trt: FakeTensorRt) -> Path:
     """One layer and one module, vanilla: prefill carries hidden states from chunk to chunk."""
-    flags = {"target": "tensorrt-rtx", "compute_capability": "sm120,sm89"}
-    sizes = {"max_batch": SLOTS, "max_seq_len": 100, "prefill_chunk": CHUNK}
-    return build_engine(folder, 1, **sizes, **flags)
+    return build_engine(folder, 1, **SIZES)
 
 
 def load(engine: Path) -> TensorRtPrograms:
@@ -113,11 +103,14 @@ def changed(engine: Path, **target: object) -> Manifest:
 
 
 @pytest.mark.full
-def test_texts_are_the_models(engine: Path, model: PlainDeepseek, gpu: FakeCuda) -> None:
-    """O2 and O7: more requests than slots, in chunks, left and taken at different steps."""
+def test_texts_are_the_models(engine: Path, model: PlainDeepseek) -> None:
+    """O2 and O7: more requests than slots, in chunks, left and taken at different steps.
+
+    Sampled and greedy ones share steps, and take each other's slots.
+    """
     params = [replace(GREEDY, max_tokens=count) for count in (5, 40, 17, 3, 30, 11)]
     with Engine.load(engine) as loaded:
-        results = check_texts(loaded, model, PROMPTS, params)
+        results = check_texts(loaded, model, [*PROMPTS, *PROMPTS[:2]], [*params, HOT, GREEDY])
     assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results) > 20
 
 
@@ -132,14 +125,6 @@ def test_prompts_begin_with_rows_of_earlier_ones(engine: Path, model: PlainDeeps
             assert all(r.metrics.cached_tokens >= n for r, n in zip(results, known, strict=True))
             asked = [[*p, *r.token_ids, 7, 9] for p, r in zip(asked, results, strict=True)]
             known = [len(prompt) - 2 - loaded.manifest.lookahead for prompt in asked]
-
-
-@pytest.mark.full
-def test_sampled_and_greedy_share_a_step(engine: Path, model: PlainDeepseek) -> None:
-    """Each as alone, also after a sampled request has had the slot."""
-    with Engine.load(engine) as loaded:
-        check_texts(loaded, model, PROMPTS[:2], [HOT, GREEDY])
-        check_texts(loaded, model, PROMPTS[:1], [GREEDY])
 
 
 @pytest.mark.full
@@ -191,28 +176,20 @@ def test_a_closed_engine_leaves_the_gpu(engine: Path, gpu: FakeCuda) -> None:
 
 @pytest.mark.full
 def test_the_directory(engine: Path) -> None:
-    """Three programs with their weights inside, and no fp32 product in TF32."""
+    """Three programs, of which prefill alone has a size that varies."""
     manifest = read_manifest(engine)
     check_files(engine, manifest, verify_hashes=True)
-    programs = {"prefill.engine", "decode.engine", "decode_mixed.engine"}
-    assert set(manifest.files) == {"config.json", *programs}
-    assert manifest.target.compute_capabilities == ("8.9", "12.0")
-    assert manifest.target.versions == {"tensorrt-rtx": "1.7.1.116"}
+    assert manifest.target.compute_capabilities == ("12.0",)
+    assert manifest.target.versions == {"tensorrt": VERSION}
     rows = [spec.sizes["rows"] for spec in manifest.state if spec.role == "rows"]
     assert rows
     assert all(n % ALIGNED_ROWS == 0 and n >= 102 for n in rows)
     for name, program in manifest.programs.items():
-        compiled: FakeEngine = torch.load(engine / program.file, weights_only=False)
-        ((_, (graph, *_), *_),) = compiled.calls
-        opened = onnx.load_from_string(graph).graph
-        assert not any(i.external_data for i in opened.initializer)
-        names = [tensor.name for tensor in program.inputs]
-        assert sorted(v.name for v in opened.input) == sorted(names)
-        shapes = [tensor.shape for tensor in (*program.inputs, *program.outputs)]
-        varying = {size for shape in shapes for size in shape if isinstance(size, str)}
-        assert varying == ({"chunk"} if name == "prefill" else set())
+        network: Network = torch.load(engine / program.file, weights_only=False)
+        names = {tensor.name for tensor in program.inputs}
+        assert {name for name in network.tensors if "weight:" not in name} >= names
         profile = {"tokens": [(1, 1), (1, 4), (1, 4)]} if name == "prefill" else {}
-        assert compiled.profile == profile
+        assert network.profile == profile
 
 
 def cheap_plan(vocab_size: int = 61) -> Plan:
@@ -228,22 +205,28 @@ def refusal(engine: Path, manifest: Manifest | None = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("function", "code", "says"),
+    [
+        ("cudaGetDeviceCount", 100, "no NVIDIA GPU can be used here: no CUDA-capable device is "),
+        ("cudaMalloc", OUT_OF_MEMORY, "cudaMalloc failed: out of memory"),
+    ],
+)
+def test_cuda_fails(function: str, code: int, says: str, engine: Path, gpu: FakeCuda) -> None:
+    """There is no GPU, or another process takes its memory meanwhile."""
+    gpu.fail[function] = code
+    assert refusal(engine).startswith(says)
+
+
 class TestWhatCanNotRun:
     def test_another_gpu(self, engine: Path, gpu: FakeCuda) -> None:
         gpu.capability = (9, 0)
-        says = "built for an NVIDIA GPU of compute capability 8.9 or 12.0, this one has 9.0; build"
+        says = "built for an NVIDIA GPU of compute capability 12.0, this one has 9.0; build"
         assert says in refusal(engine)
-        gpu.capability = (8, 9)
-        assert load(engine)
 
     def test_another_version(self, engine: Path) -> None:
-        manifest = changed(engine, versions={"tensorrt-rtx": "1.5.0.114"})
-        assert "built by tensorrt-rtx 1.5.0.114, this is 1.7.1.116;" in refusal(engine, manifest)
-
-    def test_no_gpu(self, engine: Path, gpu: FakeCuda) -> None:
-        gpu.fail["cudaGetDeviceCount"] = 100
-        says = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
-        assert refusal(engine) == says
+        manifest = changed(engine, versions={"tensorrt": "1.5.0.114"})
+        assert f"built by tensorrt 1.5.0.114, this is {VERSION};" in refusal(engine, manifest)
 
     def test_too_little_memory(self, engine: Path, gpu: FakeCuda) -> None:
         """Both numbers, and nothing is loaded."""
@@ -253,16 +236,21 @@ class TestWhatCanNotRun:
         assert ", 0.00 GB are free; build with a smaller `--max-batch` or `--max-seq-len`" in says
         assert not gpu.device
 
-    def test_memory_that_goes_while_loading(self, engine: Path, gpu: FakeCuda) -> None:
-        gpu.fail["cudaMalloc"] = OUT_OF_MEMORY
-        assert refusal(engine) == "cudaMalloc failed: out of memory"
-
-    @pytest.mark.parametrize("module", ["tensorrt_rtx_bindings", "cuda.bindings.runtime"])
+    @pytest.mark.parametrize("module", ["tensorrt", "cuda.bindings.runtime"])
     def test_missing_packages(self, engine: Path, module: str) -> None:
-        with importing({module: None}):
-            assert advise_install("tensorrt-rtx") in refusal(engine)
-            with pytest.raises(MissingDependencyError):
-                load(engine)
+        with importing({module: None}), pytest.raises(MissingDependencyError) as caught:
+            load(engine)
+        assert advise_install("tensorrt") in str(caught.value)
+
+    def test_the_other_flavour(self, engine: Path, trt: FakeTensorRt) -> None:
+        """TensorRT-RTX's engines run the same way, by its own package."""
+        manifest = changed(engine, name="tensorrt-rtx", versions={"tensorrt-rtx": VERSION})
+        with importing({"tensorrt_rtx_bindings": None}):
+            assert refusal(engine, manifest).endswith(advise_install("tensorrt-rtx"))
+        with importing({"tensorrt_rtx_bindings": trt}):
+            programs = tensorrt.load(engine, manifest, None)
+        programs.begin(0, 0, 7)
+        assert programs.step(np.array([True, False]), 10).num_tokens[0] >= 1
 
     def test_programs_that_are_not_the_manifests(self, engine: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(engine, tmp_path / "copy")
@@ -282,20 +270,9 @@ class TestWhatCanNotRun:
 
 
 @pytest.fixture
-def centre(gpu: FakeCuda) -> Iterator[FakeTensorRt]:
-    """Stand in for the other TensorRT, and for Torch-TensorRT."""
-    fake = data_centre(gpu)
-    with installed(fake):
-        yield fake
-
-
-@pytest.fixture
-def stripped(
-    folder: Path, centre: FakeTensorRt, build_engine: EngineBuilder, tmp_path: Path
-) -> Path:
+def stripped(folder: Path, trt: FakeTensorRt, build_engine: EngineBuilder, tmp_path: Path) -> Path:
     """Return an engine whose weights are put back when it is loaded."""
-    sizes = {"max_batch": SLOTS, "max_seq_len": 100, "prefill_chunk": CHUNK}
-    engine = build_engine(folder, 0, target="tensorrt", strip_weights=True, **sizes)
+    engine = build_engine(folder, 0, strip_weights=True, **SIZES)
     return shutil.copytree(engine, tmp_path / "stripped")
 
 
@@ -330,8 +307,8 @@ class TestWeightsPutBack:
         floats = np.zeros(3, np.float32)
         assert as_stored(api, floats, prototype) is floats
 
-    def test_a_refit_that_fails(self, stripped: Path, centre: FakeTensorRt) -> None:
-        centre.refit_fails = "out of\nmemory"
+    def test_a_refit_that_fails(self, stripped: Path, trt: FakeTensorRt) -> None:
+        trt.refit_fails = "out of\nmemory"
         says = "TensorRT can't refit prefill (out of memory); rebuild it"
         assert refusal(stripped, described(stripped)).endswith(says)
 
@@ -344,67 +321,30 @@ class TestWeightsPutBack:
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
     """Expect the block's build to fail, and to leave no engine."""
-    flags = {"target": "tensorrt-rtx", "compute_capability": "sm120"}
-    yield build_request(folder, (0,), out=tmp_path / "engine", **flags)
+    yield build_request(folder, (0,), out=tmp_path / "engine", target="tensorrt")
     assert not (tmp_path / "engine").exists()
 
 
+def test_rtx_without_its_package(place: BuildRequest) -> None:
+    asked = replace(place, target="tensorrt-rtx", options={"compute_capability": "sm120"})
+    missing = importing({"tensorrt_rtx_bindings": None})
+    with missing, pytest.raises(MissingDependencyError) as caught:
+        build(asked)
+    says = f"target tensorrt-rtx needs tensorrt_rtx_bindings: {advise_install('tensorrt-rtx')}"
+    assert str(caught.value) == says
+
+
+def test_large_vocabularies() -> None:
+    model: Any = None  # the vocabulary alone is looked at
+    tensorrt_rtx.TARGET.check_model(model, cheap_plan(3840))
+    with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX s"):
+        tensorrt_rtx.TARGET.check_model(model, cheap_plan(3841))
+
+
 class TestWhatCanNotBeBuilt:
-    def test_missing_packages(self, place: BuildRequest) -> None:
-        missing = importing({"tensorrt_rtx_bindings": None})
-        with missing, pytest.raises(MissingDependencyError) as caught:
-            build(place)
-        says = f"target tensorrt-rtx needs tensorrt_rtx_bindings: {advise_install('tensorrt-rtx')}"
-        assert str(caught.value) == says
-
-    def test_large_vocabularies(self) -> None:
-        model: Any = None  # the vocabulary alone is looked at
-        tensorrt_rtx.TARGET.check_model(model, cheap_plan(3840))
-        with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX s"):
-            tensorrt_rtx.TARGET.check_model(model, cheap_plan(3841))
-
-    def test_graphs_that_tensorrt_refuses(self, place: BuildRequest) -> None:
-        nothing, says = b"\x08\x0a", "TensorRT can't read prefill: ModelProto has no"
-        with self.compiling(nothing), pytest.raises(BuildError, match=says):
-            build(place)
-        graph = onnx.parser.parse_model(
-            '<ir_version: 10, opset_import: ["": 24]> prefill '
-            "(float[2,1,9,8] c, float[2,1,1,8] u, int64[2] s) => (float[2,1,9,8] o) "
-            "{ d = Add(c,c) o = TensorScatter(d,u,s) }"
-        )
-        says = "TensorRT can't compile prefill: the cache of a"
-        with self.compiling(graph.SerializeToString()), pytest.raises(BuildError, match=says):
-            build(place)
-
-    @staticmethod
-    def compiling(graph: bytes) -> contextlib.AbstractContextManager[None]:
-        """Compile this graph, whatever the program is."""
-
-        def lower(traced: TracedProgram, weights: object, folder: Path) -> bytes:
-            file = folder / f"{traced.name}.onnx"
-            file.write_bytes(graph)
-            return bytes(rtx_lowering.compile_graph(file, traced.plan))
-
-        return quick_target("tensorrt-rtx", lower=lower)
-
-
-class TestTargetTensorRt:
-    """The data-centre flavour: the same run time, and a build that needs the GPU."""
-
-    def test_it_runs_the_same(self, engine: Path, trt: FakeTensorRt) -> None:
-        manifest = changed(engine, name="tensorrt", versions={"tensorrt": "1.7.1.116"})
-        says = f"target tensorrt needs tensorrt: {advise_install('tensorrt')}"
-        with importing({"tensorrt": None}):
-            assert refusal(engine, manifest) == says
-        with importing({"tensorrt": trt}):
-            programs = tensorrt.load(engine, manifest, None)
-        programs.begin(0, 0, 7)
-        assert programs.step(np.array([True, False]), 10).num_tokens[0] >= 1
-
     def test_the_build_wants_the_gpu_and_the_packages(
         self, place: BuildRequest, gpu: FakeCuda, trt: FakeTensorRt
     ) -> None:
-        asked = replace(place, target="tensorrt", options={})
         begin, end = "target tensorrt can't compile here: ", " (checked: flags and config.json: "
         no_cuda = f"using a GPU needs cuda.bindings.runtime: {advise_install('tensorrt')}"
         no_gpu = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
@@ -413,7 +353,7 @@ class TestTargetTensorRt:
             "building for target tensorrt needs torch_tensorrt: "
             f"{advise_install('tensorrt,tensorrt-build,build')}"
         )
-        have = {"tensorrt": trt, "torch_tensorrt": None}
+        have = {"tensorrt": trt, "torch_tensorrt.dynamo": None}
         for modules, code, says in (
             ({"cuda.bindings.runtime": None, **have}, 0, f"{no_cuda}; {no_compiler}"),
             ({"tensorrt": None}, 100, f"{no_gpu}; {no_trt}"),
@@ -423,10 +363,10 @@ class TestTargetTensorRt:
             if not code:
                 gpu.fail.clear()
             with importing(modules), pytest.raises(BuildError) as caught:
-                build(asked)
+                build(place)
             assert str(caught.value).startswith(begin + says + end)
 
-    @pytest.mark.usefixtures("both")
+    @pytest.mark.usefixtures("trt")
     def test_kernels_that_can_not_be_plugins(self) -> None:
         plan = replace(cheap_plan(), compute_capabilities=("7.5",))
         says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
@@ -441,11 +381,9 @@ class TestTargetTensorRt:
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
-    @pytest.mark.usefixtures("quick")
+    @pytest.mark.usefixtures("quick", "trt")
     @pytest.mark.parametrize("strip", [False, True])
-    def test_where_the_weights_are(
-        self, strip: bool, folder: Path, tmp_path: Path, trt: FakeTensorRt
-    ) -> None:
+    def test_where_the_weights_are(self, strip: bool, folder: Path, tmp_path: Path) -> None:
         def lower(traced: TracedProgram, weights: object, folder: Path) -> str:
             assert traced.plan.style.embeds_weights != strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
@@ -455,7 +393,7 @@ class TestTargetTensorRt:
             folder, (0,), out=tmp_path / "out", target="tensorrt", strip_weights=strip
         )
         quick = quick_target("tensorrt", check_machine=lambda plan: None, lower=lower)
-        with importing({"tensorrt": trt}), quick:
+        with quick:
             (built,) = build(request)
             (other,) = build(replace(request, nextn=(1,), out=tmp_path / "other"))
         assert (WEIGHTS in built.manifest.files) == strip

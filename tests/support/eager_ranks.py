@@ -43,7 +43,7 @@ def lower(traced: "TracedProgram", weights: "Mapping[str, ByteRange]", folder: P
 
     file = f"{traced.name}.pt2"
     torch.export.save(traced.exported, folder / file)
-    _write_constants(traced, weights, folder)
+    _write_constants(traced.name, traced.exported, weights, folder, {})
     return file
 
 

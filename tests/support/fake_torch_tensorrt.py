@@ -26,29 +26,22 @@ from mtpbuild.plugins import OPS
 from mtpbuild.runtime.group.communicator import UniqueId
 from mtpbuild.runtime.group.start import read_time_limit
 from mtpbuild.runtime.programs.tensorrt_api import make_error_logger
-from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt import (
     NUMBERS,
     TYPES,
     DataType,
     FakeTensorRt,
-    Flag,
     ITensor,
     LayerType,
+    Network,
     Sum,
     Weights,
     name_of,
 )
 from tests.support.stand_ins import importing
 
-VERSION = "11.0.0.114"
 FUSED = "tensorrt::fused_nccl_all_reduce"
 MISMATCH = "a collective does not match the other ranks'"
-
-
-def data_centre(gpu: FakeCuda | None = None, nccl: "FakeNccl | None" = None) -> FakeTensorRt:
-    """Make a stand-in for `tensorrt`."""
-    return FakeTensorRt(gpu, VERSION, nccl or FakeNccl())
 
 
 class FakeNccl:
@@ -125,7 +118,7 @@ class TRTInterpreter(Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self.given, self.node = iter(inputs), next(iter(module.graph.nodes))
         self.builder = self.trt.Builder(make_error_logger(cast(ModuleType, self.trt)))
-        self.ctx = SimpleNamespace(net=self.builder.create_network(1 << Flag.STRONGLY_TYPED))
+        self.ctx = SimpleNamespace(net=Network())
 
     def _construct_trt_network_def(self) -> None:
         self.run(enable_io_processing=False)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support import tensorrt_plugin_shim
 
 GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34)
@@ -49,17 +50,11 @@ def install() -> Any:
     return tensorrt_rtx
 
 
-def listing(folder: Path) -> dict[str, Any]:
-    """List the programs of an MTP vanilla engine of two slots, whatever its module count.
-
-    Its caches are so long that the attention's kernel splits them among programs.
-    """
-    trt = install()
-    plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
-    networks: list[Any] = []
-    flags, named = set(), set()
-
+def spy(trt: Any) -> set[str]:
+    """Let networks be compiled for sm120; return a set, to which names of weights are added."""
+    named, flags = set[str](), set[str]()
     make, compile_network = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
+    set_weights_name = trt.INetworkDefinition.set_weights_name
 
     def for_sm120(builder: Any) -> Any:
         config = make(builder)
@@ -69,68 +64,28 @@ def listing(folder: Path) -> dict[str, Any]:
 
     def seen(builder: Any, network: Any, config: Any) -> Any:
         assert not config.get_flag(trt.BuilderFlag.TF32)
+        assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}, "not set, as that needs a GPU"
         assert config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
-        networks.append(describe(trt, network))
         return compile_network(builder, network, config)
 
     def name(network: Any, weights: Any, text: str) -> Any:
         named.add(text)
         return set_weights_name(network, weights, text)
 
-    set_weights_name = trt.INetworkDefinition.set_weights_name
     trt.INetworkDefinition.set_weights_name = name
     trt.IBuilderConfig.set_flag = lambda config, flag: flags.add(flag.name)
     trt.Builder.create_builder_config = for_sm120
     trt.Builder.build_serialized_network = seen
-
-    from mtpbuild.builder.models import load_config
-    from mtpbuild.builder.plan.plan import Plan
-    from mtpbuild.builder.program.engine_weights import EngineWeights
-    from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.targets.tensorrt import TensorRt, lowering
-    from mtpbuild.builder.targets.tensorrt.compiling import find_timing_cache
-    from tests.support.opened import opened
-
-    config = load_config(folder)
-    nextn = config.num_nextn_predict_layers
-    target = TensorRt(dtype="float32", strip_weights=True)
-    plan = Plan(
-        config,
-        *(nextn, "mtp-vanilla", 2, 1100, 4),
-        target.style,
-        compute_capabilities=("12.0",),
-    )
-    assert not list(lowering.list_missing_packages()), "all but a GPU is here"
-    source = opened(folder, config, **vars(plan.style))
-    found = {}
-    with tempfile.TemporaryDirectory() as folder_name:
-        out = Path(folder_name)
-        os.environ["XDG_CACHE_HOME"] = folder_name
-        places = EngineWeights(source).write(out, siblings=out / "none").places
-        for program in make_programs(plan, source.model):
-            traced = target.trace(program, plan)
-            file = target.lower(traced, places, out)
-            constants = load_file(out / f"{program.name}.constants.safetensors").keys()
-            weights = sorted(named - constants)
-            assert constants <= named
-            size = (out / file).stat().st_size
-            assert size > sum(places[weight].size for weight in weights)
-            shared = json.loads((out / f"{program.name}.shared.json").read_text())
-            assert not {*shared} & {*weights}
-            found[program.name] = networks.pop() | {"plugins": plugins.copy(), "weights": weights}
-            found[program.name]["shared"] = shared
-            plugins.clear()
-            named.clear()
-        assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
-        assert find_timing_cache(trt.__version__, "12.0").is_file()
-    return found
+    return named
 
 
-def r1_listing(name: str) -> dict[str, Any]:
-    """List R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
+def listing(what: str) -> dict[str, Any]:
+    """List the programs of a checkpoint, or of a recipe's layers 0 to 3 and its module.
 
-    The network is the same for all ranks, as its rank is a weight. Weights are zeros that take no
-    memory, in those of the recipe's formats that the target keeps.
+    A checkpoint's are for MTP vanilla and two slots, whatever its module count. Its caches are so
+    long that the attention's kernel splits them among programs. A recipe's are for MTP Eagle with
+    nextn 3, for one of 8 ranks: the network is the same for all, as its rank is a weight. Its
+    weights are zeros that take no memory, in those of the recipe's formats that the target keeps.
     """
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
@@ -139,38 +94,61 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan.plan import Plan
     from mtpbuild.builder.plan.recipe import find_recipe
+    from mtpbuild.builder.program.engine_weights import EngineWeights
     from mtpbuild.builder.program.opened_model import make_model
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.targets.tensorrt import TensorRt
-    from mtpbuild.builder.targets.tensorrt.lowering import convert
+    from mtpbuild.builder.targets.tensorrt import TensorRt, lowering
+    from mtpbuild.builder.targets.tensorrt.compiling import find_timing_cache
     from mtpbuild.builder.weights.quantised_view import format_by
     from mtpbuild.builder.weights.scheme import SCHEMES
     from mtpbuild.builder.weights.table import choose_formats, make_family_table
     from mtpbuild.runtime.ranks import Ranks
+    from tests.support.opened import opened
 
-    recipe = find_recipe(name)
-    assert recipe is not None
-    config = parse_layers("0-3").of(load_config(recipe.config_folder))
-    target = TensorRt(dtype="float32")
-    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, target.style, Ranks(8), ("10.0",))
-    scheme = SCHEMES[recipe.layout]
-    table = make_family_table(config, plan.ranks)
-    table = choose_formats(table, lambda stored: format_by(scheme, config, stored), target.style)
-    model = make_model(table, target.style, "cpu")
-    weights = {
-        name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
-        for name, weight in model.named_parameters()
-    }
     found: dict[str, Any] = {}
-    for program in make_programs(plan, model):
-        interpreter = convert(target.trace(program, plan), weights)  # holds the network's constants
-        network = interpreter.ctx.net
-        found[program.name] = describe(trt, network) | {
-            "totals": totals(trt, network),
-            "plugins": plugins.copy(),
-        }
-        plugins.clear()
-    found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
+    recipe = find_recipe(what)
+    target = TensorRt(dtype="float32", strip_weights=recipe is None)
+    with tempfile.TemporaryDirectory() as scratch:
+        if recipe is not None:
+            config = parse_layers("0-3").of(load_config(recipe.config_folder))
+            plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, target.style, Ranks(8), ("10.0",))
+            scheme = SCHEMES[recipe.layout]
+            table = choose_formats(
+                make_family_table(config, plan.ranks),
+                lambda stored: format_by(scheme, config, stored),
+                target.style,
+            )
+            model = make_model(table, target.style, "cpu")
+            kinds = [(n, w.shape, str(w.dtype)[6:]) for n, w in model.named_parameters()]
+            weights = {name: torch.from_numpy(np.zeros(*kind)) for name, *kind in kinds}
+            found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
+        else:
+            named, os.environ["XDG_CACHE_HOME"] = spy(trt), scratch
+            assert not list(lowering.list_missing_packages()), "all but a GPU is here"
+            config = load_config(Path(what))
+            sizes = (config.num_nextn_predict_layers, "mtp-vanilla", 2, 1100, 4)
+            plan = Plan(config, *sizes, target.style, compute_capabilities=("12.0",))
+            source = opened(Path(what), config, **vars(plan.style))
+            places = EngineWeights(source).write(Path(scratch), siblings=Path("none")).places
+            model, weights = source.model, load_file(Path(scratch) / WEIGHTS)
+        for program in make_programs(plan, model):
+            traced = target.trace(program, plan)
+            interpreter = lowering.convert(traced, weights)  # holds the network's constants
+            listed = describe(trt, interpreter.ctx.net) | {"plugins": plugins.copy()}
+            plugins.clear()
+            if recipe is not None:
+                listed["totals"] = totals(trt, interpreter.ctx.net)
+            else:
+                compiled = lowering.compile_program(traced, weights, strip=True, fast=False)
+                engine, constants, listed["shared"] = compiled
+                listed["weights"] = sorted(named - constants.keys())
+                assert constants.keys() <= named
+                assert engine.nbytes > sum(places[name].size for name in listed["weights"])
+                assert not {*listed["shared"]} & {*listed["weights"]}
+                assert find_timing_cache(trt.__version__, "12.0").is_file()
+                plugins.clear()
+                named.clear()
+            found[program.name] = listed
     return found
 
 
@@ -206,7 +184,6 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     stdout = os.dup(1)
     os.dup2(2, 1)  # TensorRT's own message
-    what = sys.argv[1]
-    found = listing(Path(what)) if os.path.isdir(what) else r1_listing(what)
+    found = listing(sys.argv[1])
     os.dup2(stdout, 1)
     print(json.dumps(found, indent=1))

@@ -19,11 +19,10 @@ from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, name_rank, rea
 from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import make_predictable, save_checkpoint
-from tests.support.fake_tensorrt import Engine
+from tests.support.fake_tensorrt import ILayer, LayerType, Network
 from tests.support.requests import build_request, quantize
 
-Calls: TypeAlias = list[Any]  # of a fake engine
-Alteration: TypeAlias = Callable[[Calls], Calls]
+Alteration: TypeAlias = Callable[[ILayer, ILayer], None]  # of a program's first two collectives
 SMALL_STEPS: dict[str, Any] = {"prefill_chunk": 4, "max_seq_len": 100}
 
 # A layer with too many experts to compute all, and one module.
@@ -68,13 +67,14 @@ def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
 
 
 def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:
-    """Copy an engine with other calls in one rank's program, and update its manifest."""
+    """Copy an engine with other collectives in one rank's program, and update its manifest."""
     copy = shutil.copytree(engine, to)
     folder = copy / name_rank(rank)
     path = folder / f"{program}.engine"
-    program_engine: Engine = torch.load(path, weights_only=False)
-    program_engine.calls = alter(program_engine.calls)
-    path.write_bytes(program_engine.to_bytes())
+    network: Network = torch.load(path, weights_only=False)
+    first, second, *_ = (x for x in network.layers if x.type is LayerType.DIST_COLLECTIVE)
+    alter(first, second)
+    path.write_bytes(network.to_bytes())
     manifest = read_manifest(folder)
     files = describe_files(folder, {})
     text = manifest.model_copy(update={"files": files}).to_json()
@@ -82,24 +82,11 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
     return copy
 
 
-def sums(calls: Calls) -> list[int]:
-    """Find a program's collectives among its calls."""
-    return [i for i, (function, *_) in enumerate(calls) if function == "all_reduce"]
+def exchanged(first: ILayer, second: ILayer) -> None:
+    """Let two collectives happen in the other order."""
+    first.name, second.name = second.name, first.name
 
 
-def exchanged(calls: Calls) -> Calls:
-    """Return the calls with the first two collectives in the other order."""
-    first, second, *_ = sums(calls)
-    calls[first], calls[second] = (
-        (*calls[first][:4], calls[second][4]),
-        (*calls[second][:4], calls[first][4]),
-    )
-    return calls
-
-
-def left_out(calls: Calls) -> Calls:
-    """Return the calls without the second collective, whose own term takes its place."""
-    _, second, *_ = sums(calls)
-    _, args, kwargs, outputs, _ = calls[second]
-    calls[second] = ("aten::clone.default", args, kwargs, outputs, {})
-    return calls
+def left_out(first: ILayer, second: ILayer) -> None:
+    """Leave the second collective out, whose own term takes its place."""
+    second.type, second.function = LayerType.OTHER, "aten::clone.default"

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,23 +16,19 @@ from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import follow, tensorrt
+from tests.support.eager_ranks import visible_gpus as visible_gpus
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_tensorrt import FakeTensorRt
-from tests.support.fake_torch_tensorrt import FakeNccl, data_centre, installed
+from tests.support.fake_torch_tensorrt import FakeNccl, installed
 from tests.support.registry import registered
 
 ROOT = Path(__file__).parents[2]
-GPUS = "FAKE_GPUS"  # environment variable: how many GPUs there are
-BUSY = 2  # how often a GPU reports to be busy before it is done
 
 
 def fake() -> FakeTensorRt:
     """Make one process's TensorRT, on its GPU, with its end of NCCL."""
-    gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
-    return data_centre(gpu, FakeNccl())
-
-
-visible_gpus = tensorrt.visible_gpus
+    gpu = FakeCuda((10, 0), gpus=visible_gpus())
+    return FakeTensorRt(gpu, FakeNccl())
 
 
 def load(

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
 from mtpbuild.runtime.contract.manifest import CrossCompiled
 from mtpbuild.runtime.errors import (
@@ -128,7 +129,7 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
         _register_noop_guard()
         undo.callback(_clear_caches)
         for owner, name, value in _list_answers(gpu, capability, _make_cuda_home(scratch)):
-            _replace(undo, owner, name, value)
+            undo.enter_context(override_attribute(owner, name, value))
         _clear_caches()
         try:
             yield
@@ -140,17 +141,6 @@ def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
                 f"torch {torch.__version__} can't compile for {info(capability).architecture} "
                 f"without a GPU ({type(error).__name__}: {what}); build on the GPU's machine"
             ) from error
-
-
-def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `undo` closes."""
-    missing = object()
-    before = vars(owner).get(name, missing)  # unlike getattr, it keeps static methods unbound
-    setattr(owner, name, value)
-    if before is missing:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, before)
 
 
 def _list_answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
@@ -166,9 +156,10 @@ def _list_answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tu
             yield torch.cuda, name, answer
         if name in vars(device_interface.CudaInterface):
             yield device_interface.CudaInterface, name, staticmethod(answer)
+    zero = functools.partial(_answer, 0)
     for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream"):
-        yield device_interface.CudaInterface, name, staticmethod(_zero)
-    yield torch._C, "_cuda_getCurrentRawStream", _zero
+        yield device_interface.CudaInterface, name, staticmethod(zero)
+    yield torch._C, "_cuda_getCurrentRawStream", zero
     yield torch._C._dynamo.guards, "_empty_strided_cuda", _on_meta
     yield driver, "_active", _make_triton_driver(gpu, architecture(capability))
 
@@ -228,15 +219,11 @@ def _answer(value: Any, *asked: Any, **more: Any) -> Any:
     return value
 
 
-def _zero(*asked: Any) -> int:
-    return 0
-
-
 def _on_meta(
     size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None, **more: Any
 ) -> torch.Tensor:
     """Return a kernel's example operand on the meta device, as only its shape is read."""
-    kind = dtype or next((each for each in rest if isinstance(each, torch.dtype)), None)
+    kind = dtype or next((value for value in rest if isinstance(value, torch.dtype)), None)
     return torch.empty_strided(tuple(size), tuple(stride), dtype=kind, device="meta")
 
 

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +24,7 @@ from torch._inductor.package.package import package_aoti
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import GroupName
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -139,8 +139,8 @@ def lower(
     traced: TracedProgram, weights: Mapping[str, ByteRange], folder: Path, *, crosses: bool
 ) -> str:
     """Write the package, and the constants that no checkpoint holds; return the package's name."""
-    plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
-    file = f"{traced.name}.pt2"
+    plan, file = traced.plan, f"{traced.name}.pt2"
+    values = {**traced.exported.constants, **traced.exported.state_dict}
     with (
         tempfile.TemporaryDirectory(dir=_choose_place(folder)) as scratch,
         contextlib.ExitStack() as machine,
@@ -160,7 +160,7 @@ def lower(
         if crosses:  # the engine's host is another machine too
             settings |= aoti_options(on_gpu=False) | drop_unknown_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, settings))
-    _write_constants(replace(traced, exported=exported), weights, folder, values)
+    _write_constants(traced.name, exported, weights, folder, values)
     return file
 
 
@@ -220,17 +220,16 @@ def check_parts(parts: Iterable[Path]) -> None:
 
 
 def _write_constants(
-    traced: TracedProgram,
+    program: str,
+    exported: ExportedProgram,
     weights: Mapping[str, ByteRange],
     folder: Path,
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any],
 ) -> None:
     """Write the constants that no checkpoint holds, such as the rotary frequencies.
 
-    values: the constants as they were on the CPU, if the program was moved to another device.
+    values: the constants as they were on the CPU, as the program may be on another device.
     """
-    values = values or {}
-    exported = traced.exported
     constants = {
         name: values.get(name, value)
         for name, value in {**exported.constants, **exported.state_dict}.items()
@@ -239,4 +238,4 @@ def _write_constants(
     assert not any(isinstance(value, FakeTensor) for value in constants.values()), (
         "they have values"
     )
-    (folder / CONSTANTS.format(traced.name)).write_bytes(save(constants))
+    (folder / CONSTANTS.format(program)).write_bytes(save(constants))

@@ -55,12 +55,16 @@ def _find_producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def _replace_by_chain(graph: ir.Graph, run: list[ir.Node]) -> None:
-    made = [value for node in run for value in node.outputs if value.name and _is_read(value)]
+    nodes, outputs = {*run}, [value for node in run for value in node.outputs if value.name]
+    made = [value for value in outputs if value.is_graph_output() or value.uses()]
     inputs = (value for node in run for value in node.inputs if value is not None)
-    inside = {*made}
-    operands = [*dict.fromkeys(value for value in inputs if value not in inside)]
+    operands = [*dict.fromkeys(value for value in inputs if value.producer() not in nodes)]
     numbers = {value: number for number, value in enumerate([*operands, *made])}
-    results = [value for value in made if _is_leaving(value, {*run})]
+    results = [
+        value
+        for value in made
+        if value.is_graph_output() or any(use.node not in nodes for use in value.uses())
+    ]
     steps = "\n".join(_step(node, numbers) for node in run)
     chain = ir.node(
         CHAIN,
@@ -78,14 +82,6 @@ def _replace_by_chain(graph: ir.Graph, run: list[ir.Node]) -> None:
         new.name, new.type, new.shape = old.name, old.type, old.shape
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(run, safe=True)
-
-
-def _is_read(value: ir.Value) -> bool:
-    return value.is_graph_output() or bool(value.uses())
-
-
-def _is_leaving(value: ir.Value, run: set[ir.Node]) -> bool:
-    return value.is_graph_output() or any(use.node not in run for use in value.uses())
 
 
 def _step(node: ir.Node, numbers: dict[ir.Value, int]) -> str:

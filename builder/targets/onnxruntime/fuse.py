@@ -35,9 +35,12 @@ def fuse_neighbours(model: ir.Model, traced: "TracedProgram | None" = None) -> i
     prefill reads. Gates and splits between our operators become ours, so that a chain continues
     through them.
     """
-    nodes = [*model.graph]
-    fusions = (_fuse_norm, _fuse_sum, _fuse_zeros, _fuse_gate, _fuse_split)
-    fused = [node for node in nodes if any(fuse(node) for fuse in fusions)]
+    fused = []
+    for node in [*model.graph]:
+        fuse = FUSIONS.get((node.domain, node.op_type))
+        is_inner = not any(value.is_graph_output() for value in node.outputs)
+        if fuse is not None and is_inner and fuse(node):
+            fused.append(node)
     model.graph.remove(fused, safe=True)
     for node in model.graph:
         _drop_state(node)
@@ -55,10 +58,8 @@ def _drop_state(node: ir.Node) -> None:
 
 
 def _fuse_norm(node: ir.Node) -> bool:
-    if (node.domain, node.op_type) != (DOMAIN, "Norm"):
-        return False
     readers = [*node.outputs[0].uses()]
-    if node.outputs[0].is_graph_output() or not all(
+    if not all(
         use.node.domain == DOMAIN and use.node.op_type in NORM and use.idx == 0 for use in readers
     ):
         return False
@@ -71,8 +72,6 @@ def _fuse_norm(node: ir.Node) -> bool:
 
 def _fuse_zeros(node: ir.Node) -> bool:
     """Pass the mask of starting slots to the readers of a state, instead of writing zeros."""
-    if (node.domain, node.op_type) != ("", "Where") or node.outputs[0].is_graph_output():
-        return False
     shaped, zeros, state = node.inputs
     assert shaped is not None
     reshape, readers = shaped.producer(), [*node.outputs[0].uses()]
@@ -100,8 +99,7 @@ def _is_zero(value: ir.Value | None) -> bool:
 
 def _fuse_gate(node: ir.Node) -> bool:
     """Replace x * sigmoid(z), or x * (z * sigmoid(z)), by one operator."""
-    y = node.outputs[0]
-    if (node.domain, node.op_type) != ("", "Mul") or y.is_graph_output() or _find_gate(y):
+    if _find_gate(node.outputs[0]):
         return False
     for x, gate in (node.inputs, node.inputs[::-1]):
         gated = _find_gate(gate)
@@ -140,9 +138,7 @@ def _find_gate(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
 
 
 def _fuse_split(node: ir.Node) -> bool:
-    if (node.domain, node.op_type) != ("", "Split") or len(node.outputs) != 2:
-        return False
-    if any(value.is_graph_output() for value in node.outputs):
+    if len(node.outputs) != 2:
         return False
     x, shape = node.inputs[0], node.outputs[0].shape
     if x is None or x.shape is None or shape is None or x.dtype != ir.DataType.FLOAT:
@@ -168,8 +164,6 @@ def _have_same_shape(a: ir.Value, b: ir.Value) -> bool:
 
 
 def _fuse_sum(node: ir.Node) -> bool:
-    if (node.domain, node.op_type) != ("", "Add") or node.outputs[0].is_graph_output():
-        return False
     for addend, other in (node.inputs, node.inputs[::-1]):
         if addend is None or other is None or not _can_add(addend, other):
             continue
@@ -206,3 +200,12 @@ def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
     if len(node.inputs) <= index:
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
+
+
+FUSIONS = {
+    (DOMAIN, "Norm"): _fuse_norm,
+    ("", "Add"): _fuse_sum,
+    ("", "Mul"): _fuse_gate,
+    ("", "Split"): _fuse_split,
+    ("", "Where"): _fuse_zeros,
+}

@@ -10,6 +10,7 @@ from copy import copy
 from functools import cache
 from typing import Any
 
+from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.onnx._internal.exporter import _registration
 from torch.onnx._internal.fx.passes import type_promotion
@@ -19,13 +20,15 @@ from mtpbuild.builder.overrides import override_attribute
 
 @contextmanager
 def export_quickly() -> Iterator[None]:
-    """Within it, torch.onnx reads its translations once, and takes types as the trace found them.
+    """Within it, torch.onnx reads its translations once, and takes the program as it was traced.
 
-    Its type promotion runs each node again on fake tensors, though the trace has left their values
-    in `meta`. Nodes that it changes are still run.
+    To decompose operators it would trace the program again, though `torch_passes` has rewritten
+    those. Its type promotion runs each node again on fake tensors, though the trace has left their
+    values in `meta`. Nodes that it changes are still run.
     """
     interpreter: Any = type_promotion._TypePromotionInterpreter
     with (
+        override_attribute(ExportedProgram, "run_decompositions", lambda exported, *_: exported),
         override_attribute(interpreter, "run_node", _promote),
         override_attribute(
             _registration.ONNXRegistry, "from_torchlib", staticmethod(_copy_registry)

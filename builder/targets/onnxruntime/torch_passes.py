@@ -70,11 +70,7 @@ REWRITES: dict[Any, tuple[Any, Rewrite]] = {
 
 
 def write_plainly(exported: ExportedProgram, traced: "TracedProgram") -> ExportedProgram:
-    """Apply `REWRITES`, in branches too, and mark the program as decomposed.
-
-    torch.onnx would trace the program again to decompose it, which takes as long as the first
-    trace. The export fails at any operator that torch.onnx still does not support.
-    """
+    """Apply `REWRITES`, in branches too; the export fails at other operators of the kind."""
     for graph in exported.graph_module.modules():
         assert isinstance(graph, GraphModule)
         for node in graph.graph.nodes:
@@ -83,5 +79,4 @@ def write_plainly(exported: ExportedProgram, traced: "TracedProgram") -> Exporte
                 node.args, node.kwargs = rewrite(node)
                 node.target = target
         graph.recompile()
-    exported.run_decompositions = lambda *_: exported
     return exported

@@ -26,8 +26,24 @@ INSTEAD = "`--target inductor --device cuda --dtype bfloat16`"
 PROGRAMS = 3  # prefill, decode, decode_mixed; each holds the weights of TensorRT's own layers
 
 
+class TensorRtFlavour(Target):
+    """A target whose engines TensorRT or TensorRT-RTX runs."""
+
+    def info(self, plan: "Plan") -> "TargetInfo":
+        from mtpbuild.runtime.contract.manifest import TargetInfo
+        from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
+
+        capabilities = plan.compute_capabilities
+        return TargetInfo(
+            name=self.name,
+            hardware=f"NVIDIA GPU of compute capability {' or '.join(capabilities)}",
+            versions={self.name: tensorrt_api(self.name).__version__},
+            compute_capabilities=capabilities,
+        )
+
+
 @dataclass(frozen=True)
-class TensorRt(Target):
+class TensorRt(TensorRtFlavour):
     dtype: str | None = flag(None, "Type of weights and caches: bfloat16 or float32.")
     fast_build: bool = flag(False, "Compile faster; the engine may run slower.")
     strip_weights: bool = flag(
@@ -43,11 +59,6 @@ class TensorRt(Target):
     formats = ("fp8", "nvfp4")
     several_ranks = True
     gpu_attention = (Attends.LATENT,)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        from mtpbuild.builder.targets.tensorrt.compiling import make_gpu_info
-
-        return make_gpu_info(self.name, plan)
 
     def lower(
         self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path

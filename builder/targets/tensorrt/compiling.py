@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import find_user_cache
-from mtpbuild.runtime.programs.tensorrt_api import make_error_logger, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_api import make_error_logger
 
 FAST = 1  # of TensorRT's levels 0 to 5; the default is 3
 
@@ -54,17 +53,6 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
     if engine is None:
         raise BuildError(f"TensorRT can't compile {program}: {log.first()}")
     return engine
-
-
-def make_gpu_info(name: str, plan: Plan) -> TargetInfo:
-    """Return the manifest's record of what an engine of either kind of TensorRT needs to run."""
-    capabilities = plan.compute_capabilities
-    return TargetInfo(
-        name=name,
-        hardware=f"NVIDIA GPU of compute capability {' or '.join(capabilities)}",
-        versions={name: tensorrt_api(name).__version__},
-        compute_capabilities=capabilities,
-    )
 
 
 def strip(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.onnxruntime.pipeline import PORTABLE
-from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
-from mtpbuild.builder.targets.tensorrt import PROGRAMS
+from mtpbuild.builder.targets.target import ONNX_PACKAGES
+from mtpbuild.builder.targets.tensorrt import PROGRAMS, TensorRtFlavour
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
     from mtpbuild.builder.program.trace import TracedProgram
     from mtpbuild.builder.weights.placed import ByteRange
-    from mtpbuild.runtime.contract.manifest import TargetInfo
 
 # GPUs for which TensorRT-RTX compiles fp32 programs. It supports sm75, too, but without fp32
 # products.
@@ -29,18 +28,13 @@ SORTED = 3840  # most values that TopK sorts; decode_mixed's top-k and top-p sor
 
 
 @dataclass(frozen=True)
-class TensorRtRtx(Target):
+class TensorRtRtx(TensorRtFlavour):
     compute_capability: str | None = flag(None, "GPUs to compile for, such as sm89 or sm89,sm120.")
 
     name = "tensorrt-rtx"
     packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
     uses = ("mtpbuild.builder.targets.onnxruntime", "mtpbuild.builder.targets.tensorrt")
     gpu_attention = (Attends.LATENT,)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        from mtpbuild.builder.targets.tensorrt.compiling import make_gpu_info
-
-        return make_gpu_info(self.name, plan)
 
     def lower(
         self, traced: "TracedProgram", weights: Mapping[str, "ByteRange"], folder: Path
