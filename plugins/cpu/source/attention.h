@@ -1,5 +1,5 @@
-// Attention over cached rows, with 16 queries in the lanes: each cached number is read once for all
-// queries.
+// Attention over cached rows, with LANES queries in the lanes: each cached number is read once for
+// all queries.
 //
 // Positions are always split at multiples of CHUNK and SPLIT. Within a split the softmax is
 // rescaled chunk by chunk; splits are folded in ascending order. A score is a chain of fma over a
@@ -12,19 +12,18 @@
 
 namespace {
 
-constexpr float LOWEST = -3.0e38f;    // the maximum of no scores; finite, as it is subtracted
-constexpr float FLOOR = -73.682724f;  // log(1e-32), so that no weight is a subnormal number
+constexpr float LOWEST = -3.0e38f;  // the maximum of no scores; finite, as it is subtracted
 
 template <int KEYS>
 void scores(const mtp::Attention& a, const float* rows, float* out) {
   Floats sums[KEYS];
   for (int r = 0; r < KEYS; r++) sums[r] = same(0.0f);
   for (int64_t k = 0; k < a.width; k++) {
-    Floats q = load(a.queries + 16 * k);
+    Floats q = load(a.queries + LANES * k);
 #pragma GCC unroll 16
     for (int r = 0; r < KEYS; r++) sums[r] = fma(q, same(rows[r * a.stride + k]), sums[r]);
   }
-  for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
+  for (int r = 0; r < KEYS; r++) store(out + LANES * r, sums[r]);
 }
 
 // The rows of a chunk that each lane sees. A lane that sees any position sees all before `common`.
@@ -33,8 +32,8 @@ struct Seen {
   Floats visible;
 
   Seen(const mtp::Attention& a, int64_t at, int64_t count) : count(count), common(count) {
-    float lanes[16];
-    for (int i = 0; i < 16; i++) {
+    float lanes[LANES];
+    for (int i = 0; i < LANES; i++) {
       int64_t own = a.seen[i] - at;
       if (a.seen[i] > 0 && own < common) common = own > 0 ? own : 0;
       lanes[i] = static_cast<float>(own);
@@ -48,21 +47,21 @@ template <int VALUES>
 void mix(const float* weights, Floats factor, const float* rows, int64_t stride, const Seen& seen,
          float* mixed) {
   Floats sums[VALUES];
-  for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + 16 * d), factor);
+  for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + LANES * d), factor);
   int64_t r = 0;
   for (; r < seen.common; r++) {
-    Floats p = load(weights + 16 * r);
+    Floats p = load(weights + LANES * r);
 #pragma GCC unroll 16
     for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * stride + d]), sums[d]);
   }
   for (; r < seen.count; r++) {  // masked, as 0 * NaN is NaN in lanes that don't see the row
-    Floats p = load(weights + 16 * r), place = same(static_cast<float>(r));
+    Floats p = load(weights + LANES * r), place = same(static_cast<float>(r));
     for (int d = 0; d < VALUES; d++) {
       Floats more = fma(p, same(rows[r * stride + d]), sums[d]);
       sums[d] = where_less(place, seen.visible, more, sums[d]);
     }
   }
-  for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
+  for (int d = 0; d < VALUES; d++) store(mixed + LANES * d, sums[d]);
 }
 
 // Returns a pointer to a chunk's rows, which are adjacent: in the cache, in the fresh rows, or in
@@ -82,18 +81,18 @@ inline Floats weigh(float* chunk, const Seen& seen, const mtp::Partial& out) {
   Floats before = load(out.largest), top = before, lowest = same(LOWEST);
   for (int64_t r = 0; r < seen.count; r++) {
     Floats place = same(static_cast<float>(r));
-    top = max(top, where_less(place, seen.visible, load(chunk + 16 * r), lowest));
+    top = max(top, where_less(place, seen.visible, load(chunk + LANES * r), lowest));
   }
   Floats sum = same(0.0f);
   for (int64_t r = 0; r < seen.count; r++) {
     Floats place = same(static_cast<float>(r));
-    Floats score = load(chunk + 16 * r), weight = exp(max(same(FLOOR), sub(score, top)));
+    Floats score = load(chunk + LANES * r), weight = exp(max(same(LOG_FLOOR), sub(score, top)));
     weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
     weight = where_less(place, seen.visible, weight, same(0.0f));
     sum = add(sum, weight);
-    store(chunk + 16 * r, weight);
+    store(chunk + LANES * r, weight);
   }
-  Floats factor = exp(max(same(FLOOR), sub(before, top)));
+  Floats factor = exp(max(same(LOG_FLOOR), sub(before, top)));
   store(out.largest, top);
   store(out.total, fma(load(out.total), factor, sum));
   return factor;
@@ -101,35 +100,37 @@ inline Floats weigh(float* chunk, const Seen& seen, const mtp::Partial& out) {
 
 void attend(const mtp::Attention& a, int64_t begin, int64_t end, float* copy,
             const mtp::Partial& out) {
-  alignas(64) float chunk[mtp::CHUNK * 16];
+  alignas(64) float chunk[mtp::CHUNK * LANES];
   store(out.largest, same(LOWEST));
   store(out.total, same(0.0f));
-  std::memset(out.mixed, 0, a.latent * 16 * sizeof(float));
+  std::memset(out.mixed, 0, a.latent * LANES * sizeof(float));
   for (int64_t at = begin; at < end; at += mtp::CHUNK) {
     int64_t last = at + mtp::CHUNK < end ? at + mtp::CHUNK : end, count = last - at;
     const float* rows = chunk_rows(a, at, last, copy);
     const float *keys = rows + a.keys, *values = rows + a.values;
     int64_t r = 0;
     for (; r + TILE_KEYS <= count; r += TILE_KEYS)
-      scores<TILE_KEYS>(a, keys + r * a.stride, chunk + 16 * r);
-    for (; r < count; r++) scores<1>(a, keys + r * a.stride, chunk + 16 * r);
+      scores<TILE_KEYS>(a, keys + r * a.stride, chunk + LANES * r);
+    for (; r < count; r++) scores<1>(a, keys + r * a.stride, chunk + LANES * r);
     Seen seen(a, at, count);
     Floats factor = weigh(chunk, seen, out);
     int64_t d = 0;
     for (; d + TILE_KEYS <= a.latent; d += TILE_KEYS)
-      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, seen, out.mixed + 16 * d);
-    for (; d < a.latent; d++) mix<1>(chunk, factor, values + d, a.stride, seen, out.mixed + 16 * d);
+      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, seen, out.mixed + LANES * d);
+    for (; d < a.latent; d++)
+      mix<1>(chunk, factor, values + d, a.stride, seen, out.mixed + LANES * d);
   }
 }
 
 void fold(const mtp::Partial& into, const mtp::Partial& later, int64_t latent) {
   Floats one = load(into.largest), other = load(later.largest), top = max(one, other);
-  Floats keep = exp(max(same(FLOOR), sub(one, top))), take = exp(max(same(FLOOR), sub(other, top)));
+  Floats keep = exp(max(same(LOG_FLOOR), sub(one, top))),
+         take = exp(max(same(LOG_FLOOR), sub(other, top)));
   store(into.largest, top);
   store(into.total, fma(load(later.total), take, mul(load(into.total), keep)));
   for (int64_t d = 0; d < latent; d++) {
-    Floats kept = mul(load(into.mixed + 16 * d), keep);
-    store(into.mixed + 16 * d, fma(load(later.mixed + 16 * d), take, kept));
+    Floats kept = mul(load(into.mixed + LANES * d), keep);
+    store(into.mixed + LANES * d, fma(load(later.mixed + LANES * d), take, kept));
   }
 }
 

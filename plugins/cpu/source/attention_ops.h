@@ -17,7 +17,7 @@ namespace {
 // chosen [B, T, k], only for one group: a query sees only the rows at these positions, in their
 // order. Positions that do not exist, such as -1, are skipped, but NO_NUMBER makes the result NaN.
 // The result is that of attention over a cache of only these rows.
-struct Attention : FloatOperator {
+struct AttentionOp : FloatOperator {
   static constexpr const char* name = "Attention";
   static constexpr Operand inputs[] = {FLOAT, ANY, FLOAT, INT64, INT64, maybe(INT64)};
   using FloatOperator::FloatOperator;
@@ -46,7 +46,7 @@ struct Attention : FloatOperator {
     bool by_token;  // a token's heads are adjacent
     const float* q;
 
-    Job(const Attention& own, const Tensor& queries, const Tensor& cache, const Tensor& fresh)
+    Job(const AttentionOp& own, const Tensor& queries, const Tensor& cache, const Tensor& fresh)
         : rows(name, cache, fresh, queries.rank() > 0 ? queries.shape[0] : 0),
           by_token(own.heads > 0),
           q(queries.data<float>()) {
@@ -87,20 +87,21 @@ struct Attention : FloatOperator {
     int64_t splits = 0, blocks = job.rows.integers ? mtp::QUERIES / LANES : 1;
     auto cut = [&] {
       lanes.clear();
-      for (int64_t i = 0; i < product(job.slots, groups, up(job.queries(), blocks * LANES)); i++) {
+      for (int64_t i = 0; i < product(job.slots, groups, ceil_div(job.queries(), blocks * LANES));
+           i++) {
         lanes.push_back(look(job, i, blocks * LANES, base.data<int64_t>(), first.data<int64_t>()));
-        splits = std::max(splits, up(lanes.back().end, mtp::SPLIT));
+        splits = std::max(splits, ceil_div(lanes.back().end, mtp::SPLIT));
       }
     };
-    blocks = std::max<int64_t>(1, min(blocks, up(job.queries(), LANES)));
+    blocks = std::max<int64_t>(1, min(blocks, ceil_div(job.queries(), LANES)));
     cut();
     while (blocks > 1 && static_cast<int64_t>(lanes.size()) * splits < ort::most_threads)
-      blocks = up(blocks, 2), cut();
+      blocks = ceil_div(blocks, 2), cut();
     std::unique_ptr<Rounded> rounded(job.rows.integers ? new Rounded(*this, call, job) : nullptr);
     in_splits(
         call, static_cast<int64_t>(lanes.size()), blocks, splits,
         product(job.slots, job.heads, job.tokens, splits, mtp::SPLIT, job.width + latent),
-        [&](int64_t i) { return up(lanes[i].end, mtp::SPLIT); },
+        [&](int64_t i) { return ceil_div(lanes[i].end, mtp::SPLIT); },
         [&](int64_t i, int64_t split, float* part) {
           if (rounded)
             rounded->attend(lanes[i], split, part);
@@ -118,7 +119,7 @@ struct Attention : FloatOperator {
   // first.
   Lanes look(const Job& job, int64_t number, int64_t each, const int64_t* base,
              const int64_t* first) const {
-    int64_t pieces = up(job.queries(), each), group = number / pieces, old = job.rows.old;
+    int64_t pieces = ceil_div(job.queries(), each), group = number / pieces, old = job.rows.old;
     int64_t at = number % pieces * each;
     Lanes lanes{group / groups, group % groups, at, min(each, job.queries() - at), 0, 0, {}};
     int64_t from = job.rows.clamped(base[lanes.slot]);
@@ -143,7 +144,7 @@ struct Attention : FloatOperator {
     int64_t enough = std::max<int64_t>(16, 4 * ort::most_threads);
     auto fold = [&](float* into, float* later) { k.fold(partial(into), partial(later), latent); };
     if (count >= enough || most <= 1) {
-      return tasks(call, count, work, [&](int64_t i) {
+      return run_tasks(call, count, work, [&](int64_t i) {
         auto parts = scratch<float>(2, size);
         attend(i, 0, &parts[0]);
         for (int64_t n = 1; n < splits(i); n++) {
@@ -153,18 +154,18 @@ struct Attention : FloatOperator {
         for (int64_t b = 0; b < blocks; b++) finish(i, b, &parts[b * block]);
       });
     }
-    int64_t some = min(most - 1, up(enough, count));  // besides the sum of those before
+    int64_t some = min(most - 1, ceil_div(enough, count));  // besides the sum of those before
     auto parts = scratch<float>(count, 1 + some, size);
     for (int64_t begin = 0, end; begin < most; begin = end) {
       end = min(most, std::max<int64_t>(begin, 1) + some);
       auto place = [&](int64_t i, int64_t split) {
         return &parts[(i * (1 + some) + split - begin + (begin > 0)) * size];
       };
-      tasks(call, product(count, end - begin), work, [&](int64_t t) {
+      run_tasks(call, product(count, end - begin), work, [&](int64_t t) {
         int64_t i = t / (end - begin), split = begin + t % (end - begin);
         if (split == 0 || split < splits(i)) attend(i, split, place(i, split));
       });
-      tasks(call, product(count, blocks), product(count, end - begin, size), [&](int64_t t) {
+      run_tasks(call, product(count, blocks), product(count, end - begin, size), [&](int64_t t) {
         int64_t i = t / blocks, at = t % blocks * block;
         float* into = &parts[i * (1 + some) * size + at];
         for (int64_t n = std::max<int64_t>(begin, 1); n < min(end, splits(i)); n++)
@@ -184,9 +185,10 @@ struct Attention : FloatOperator {
     REQUIRE(values == 0 && latent <= job.width, name,
             std::to_string(latent) + " values of chosen rows, which are " +
                 std::to_string(job.width) + " wide");
-    int64_t count = job.slots * job.tokens, most = chosen.shape[2], splits = up(most, mtp::SPLIT);
+    int64_t count = job.slots * job.tokens, most = chosen.shape[2],
+            splits = ceil_div(most, mtp::SPLIT);
     in_splits(
-        call, count, up(job.heads, LANES), splits,
+        call, count, ceil_div(job.heads, LANES), splits,
         product(count, most, job.heads, job.width + latent), [&](int64_t) { return splits; },
         [&](int64_t m, int64_t split, float* parts) {
           attend_to(job, base.data<int64_t>(), chosen, m, split, parts);
@@ -257,7 +259,7 @@ struct Attention : FloatOperator {
   // The queries and fresh rows of an attention over an int8 cache, rounded to int8. Keys that begin
   // with their values have these in a section of their own.
   struct Rounded {
-    const Attention& own;
+    const AttentionOp& own;
     const Job& job;
     bool one;                               // the values are the beginning of the key
     Sections sections;                      // of a row
@@ -265,15 +267,15 @@ struct Attention : FloatOperator {
     std::unique_ptr<InputBlock[]> queries;  // [rows of q][key]
     std::unique_ptr<int8_t[]> fresh;        // [slots][fresh rows][bytes]
 
-    Rounded(const Attention& own, Call& call, const Job& job)
+    Rounded(const AttentionOp& own, Call& call, const Job& job)
         : own(own), job(job), one(own.values == 0), sections(lay_out(own, job)) {
       REQUIRE(job.rows.cache.shape[3] == sections.bytes, name,
               "int8 rows " + job.rows.cache.text() + " for " + job.rows.fresh.text());
-      value = up(own.latent, BLOCK);
+      value = ceil_div(own.latent, BLOCK);
       key = one ? static_cast<int64_t>(sections.blocks.size()) : value;
       int64_t rows = job.slots * job.heads * job.tokens, news = job.slots * job.rows.count;
       queries = scratch<InputBlock>(rows, key);
-      tasks(call, rows, product(4, rows, job.width), [&](int64_t i) { round_query(i); });
+      run_tasks(call, rows, product(4, rows, job.width), [&](int64_t i) { round_query(i); });
       if (own.written) return;
       fresh = scratch<int8_t>(news, sections.bytes);
       for (int64_t i = 0; i < news; i++)
@@ -282,7 +284,7 @@ struct Attention : FloatOperator {
     }
 
     // Checks the sizes first: sections of damaged ones would fill the memory.
-    static Sections lay_out(const Attention& own, const Job& job) {
+    static Sections lay_out(const AttentionOp& own, const Job& job) {
       bool one = own.values == 0;
       REQUIRE(one ? own.groups == 1 && own.latent <= job.width && job.rows.stride == job.width
                   : own.latent == job.width && own.values == product(own.groups, job.width) &&

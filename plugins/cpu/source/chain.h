@@ -131,7 +131,7 @@ struct Chain : ort::Operator {
       if (leaving != chain.leaves.end()) {
         value.tensor.memory = ort::output(context, shape, leaving->second, type);
       } else {
-        value.memory = scratch<char>(ort::numbers(shape), static_cast<int64_t>(size));
+        value.memory = scratch<char>(ort::element_count(shape), static_cast<int64_t>(size));
         value.tensor.memory = value.memory.get();
       }
       value.tensor.shape = shape;

@@ -6,11 +6,11 @@ namespace {
 
 // Vectors of columns that are computed together; each has three totals.
 #if defined(__AVX512F__)
-constexpr int TOGETHER = mtp::COLUMNS / 16;
+constexpr int TOGETHER = mtp::COLUMNS / LANES;
 #else
 constexpr int TOGETHER = 2;
 #endif
-static_assert(mtp::COLUMNS % (16 * TOGETHER) == 0);
+static_assert(mtp::COLUMNS % (LANES * TOGETHER) == 0);
 
 // Runs token t for some columns: updates the state, reads it by the token's query into `out`, and
 // reads it by the next token's key into `retrieved`. Each number read is one total, to which keys
@@ -28,14 +28,14 @@ void delta_token(const mtp::Delta& d, int64_t t, const float* from, int64_t read
     Floats key = same(k[i]), query = same(ASKS ? q[i] : 0.0f);
     Floats next_key = same(GOES_ON ? next[i] : 0.0f);
     for (int c = 0; c < TOGETHER; c++) {
-      Floats own = fma(key, retrieved[c], mul(load(from + i * reads + 16 * c), decay));
-      if (KEEPS) store(to + i * writes + 16 * c, own);
+      Floats own = fma(key, retrieved[c], mul(load(from + i * reads + LANES * c), decay));
+      if (KEEPS) store(to + i * writes + LANES * c, own);
       if (ASKS) mixed[c] = fma(query, own, mixed[c]);
       if (GOES_ON) found[c] = fma(next_key, mul(own, later), found[c]);
     }
   }
   for (int c = 0; c < TOGETHER; c++) {
-    if (ASKS) store(out + 16 * c, mixed[c]);
+    if (ASKS) store(out + LANES * c, mixed[c]);
     retrieved[c] = found[c];
   }
 }
@@ -49,12 +49,12 @@ void delta_columns(const mtp::Delta& d, int64_t first) {
   for (int64_t i = 0; i < d.width; i++)
     for (int c = 0; c < TOGETHER; c++)
       retrieved[c] =
-          fma(same(d.keys[i]), mul(load(from + i * reads + 16 * c), decay), retrieved[c]);
+          fma(same(d.keys[i]), mul(load(from + i * reads + LANES * c), decay), retrieved[c]);
   for (int64_t t = 0; t < d.tokens; t++) {
     Floats share = same(d.shares[t * d.heads]);
     const float* v = d.values + t * mtp::COLUMNS + first;
     for (int c = 0; c < TOGETHER; c++)
-      retrieved[c] = mul(share, sub(load(v + 16 * c), retrieved[c]));
+      retrieved[c] = mul(share, sub(load(v + LANES * c), retrieved[c]));
     float *out = d.out + t * mtp::COLUMNS + first, *own = d.between + first;
     if (t + 1 < d.tokens)
       delta_token<true, ASKS, true>(d, t, from, reads, own, mtp::COLUMNS, retrieved, out);
@@ -67,22 +67,22 @@ void delta_columns(const mtp::Delta& d, int64_t first) {
 }
 
 void delta(const mtp::Delta& d) {
-  for (int64_t first = 0; first < mtp::COLUMNS; first += 16 * TOGETHER)
+  for (int64_t first = 0; first < mtp::COLUMNS; first += LANES * TOGETHER)
     d.queries ? delta_columns<true>(d, first) : delta_columns<false>(d, first);
 }
 
 // Computes silu(sum over j of weight[j] * rows[j]), added in the order of j.
 void convolve(const float* const* rows, const float* weight, int64_t taps, int64_t channels,
               float* out) {
-  for (int64_t i = 0; i < channels; i += 16) {
-    int64_t some = channels - i < 16 ? channels - i : 16;
+  for (int64_t i = 0; i < channels; i += LANES) {
+    int64_t some = channels - i < LANES ? channels - i : LANES;
     Floats sum = same(0.0f);
     for (int64_t j = 0; j < taps; j++) {
       const float* w = weight + j * channels + i;
-      sum = some == 16 ? fma(load(rows[j] + i), load(w), sum)
-                       : fma(load_some(rows[j] + i, some), load_some(w, some), sum);
+      sum = some == LANES ? fma(load(rows[j] + i), load(w), sum)
+                          : fma(load_some(rows[j] + i, some), load_some(w, some), sum);
     }
-    float lanes[16];
+    float lanes[LANES];
     store(lanes, silu(sum));
     std::memcpy(out + i, lanes, some * sizeof(float));
   }

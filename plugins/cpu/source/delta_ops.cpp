@@ -29,7 +29,7 @@ struct CausalConv : FloatOperator {
     int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
     float* y = call.output(x.shape);
     std::vector<float> none(begins.memory ? C : 0);
-    tasks(call, slots * tokens, product(slots * tokens, C, taps + 8), [&](int64_t m) {
+    run_tasks(call, slots * tokens, product(slots * tokens, C, taps + 8), [&](int64_t m) {
       int64_t slot = m / tokens, t = m % tokens;
       const float* rows[TAPS];
       for (int64_t j = 0; j < taps; j++) {
@@ -121,7 +121,7 @@ struct DeltaJob {
     decays = scratch<float>(rows, heads), shares = scratch<float>(rows, heads);
     float count = static_cast<float>(width), epsilon = 1e-6f / count;
     std::vector<float> one(width, 1.0f / std::sqrt(count)), other(width, 1.0f / count);
-    tasks(call, rows, product(rows, 8 * size + 128 * heads), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, 8 * size + 128 * heads), [&](int64_t m) {
       const float* q = mixed.data<float>() + m * row();
       for (int64_t g = 0; g < groups; g++) {
         int64_t at = m * size + g * width;
@@ -139,9 +139,9 @@ struct DeltaJob {
 
   // Computes outputs [B, T, H, V] and the state after the tokens; either may be null.
   void run(const Kernels& k, Call& call, float* outputs, float* after) const {
-    int64_t blocks = up(values, COLUMNS);
+    int64_t blocks = ceil_div(values, COLUMNS);
     int64_t work = product(slots * tokens, heads, width, values, 4);
-    tasks(call, product(slots, heads, blocks), work, [&](int64_t i) {
+    run_tasks(call, product(slots, heads, blocks), work, [&](int64_t i) {
       int64_t slot = i / blocks / heads, head = i / blocks % heads, first = i % blocks * COLUMNS;
       block(k, slot, head, first, min(COLUMNS, values - first), outputs, after);
     });

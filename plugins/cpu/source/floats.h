@@ -17,7 +17,7 @@ struct FloatTile {
   const float* const* x;
   float* const* out;
   const float* at(int v) const {
-    return w.values + (vector + v) / 2 * w.panel + (vector + v) % 2 * 16 + begin * w.input;
+    return w.values + (vector + v) / 2 * w.panel + (vector + v) % 2 * LANES + begin * w.input;
   }
 };
 
@@ -30,7 +30,7 @@ void float_tile(const FloatTile& t, int64_t last) {
   for (int v = 0; v < V; v++) lines[v] = t.at(v);
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < V; v++) {
-      const float* y = t.out[m] + 16 * (t.vector + v);
+      const float* y = t.out[m] + LANES * (t.vector + v);
       totals[m][v] = t.begin == 0 ? same(0.0f) : v + 1 < V ? load(y) : load_some(y, last);
     }
   auto add_all = [&](bool full) __attribute__((always_inline)) {
@@ -44,14 +44,14 @@ void float_tile(const FloatTile& t, int64_t last) {
         for (int m = 0; m < ROWS; m++) totals[m][v] = fma(same(t.x[m][k]), line, totals[m][v]);
       }
   };
-  if (last == 16)
+  if (last == LANES)
     add_all(true);
   else
     add_all(false);
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < V; v++) {
-      float lanes[16], *y = t.out[m] + 16 * (t.vector + v);
-      if (v + 1 < V || last == 16) {
+      float lanes[LANES], *y = t.out[m] + LANES * (t.vector + v);
+      if (v + 1 < V || last == LANES) {
         store(y, totals[m][v]);
         continue;
       }
@@ -75,10 +75,10 @@ void some_float_rows(FloatTile t, int64_t rows, int64_t columns) {
   if constexpr (ROWS > 1)
     if (rows < ROWS) return some_float_rows<ROWS - 1>(t, rows, columns);
   constexpr int MOST = most_vectors(ROWS);
-  for (int64_t left = (columns + 15) / 16; left > 0;) {
+  for (int64_t left = (columns + LANES - 1) / LANES; left > 0;) {
     int64_t some = next_tile(left, MOST);
     left -= some;
-    int64_t last = left ? 16 : columns - 16 * (t.vector + some - 1);
+    int64_t last = left ? LANES : columns - LANES * (t.vector + some - 1);
     some_vectors<ROWS, MOST>(t, some, last);
     t.vector += some;
   }

@@ -34,7 +34,7 @@ struct GroupedRows : FloatOperator {
     std::vector<float> q_norm = weight(call.input(1, true)), k_norm = weight(call.input(2, true));
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
-    tasks(call, rows, product(8, rows, all), [&](int64_t m) {
+    run_tasks(call, rows, product(8, rows, all), [&](int64_t m) {
       const float* row = a.data<float>() + m * all;
       float *own = q + m * queries, *rest = fresh + m * 2 * keys;
       for (int64_t h = 0; h < heads; h++) head(row + h * width, q_norm, angles, m, own + h * width);

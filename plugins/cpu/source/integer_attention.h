@@ -42,7 +42,7 @@ inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows,
     for (int64_t n = 0; n < mtp::PANEL; n += 8)
       store_columns(block.rows + n, block.at, values + 4 * n);
     for (int64_t n = 0; n < mtp::PANEL; n++) std::memcpy(bits + n, rows[n] + a.keys[b].scale, 2);
-    for (int64_t n = 0; n < mtp::PANEL; n += 16) store(scales + n, load_halves(bits + n));
+    for (int64_t n = 0; n < mtp::PANEL; n += LANES) store(scales + n, load_halves(bits + n));
   }
 }
 
@@ -54,12 +54,13 @@ struct Factors {
 
   // Returns the largest of those of 32 rows that a query sees.
   float top(int64_t part, int64_t seen) const {
-    float place[16];
-    for (int i = 0; i < 16; i++) place[i] = static_cast<float>(i);
+    float place[LANES];
+    for (int i = 0; i < LANES; i++) place[i] = static_cast<float>(i);
     Floats visible = same(static_cast<float>(seen)), lanes = load(place), zero = same(0.0f);
-    Floats low = load(of + mtp::BLOCK * part), high = load(of + mtp::BLOCK * part + 16);
+    Floats low = load(of + mtp::BLOCK * part), high = load(of + mtp::BLOCK * part + LANES);
     low = where_less(lanes, visible, low, zero);
-    return largest(max(low, where_less(add(lanes, same(16.0f)), visible, high, zero)));
+    return largest(
+        max(low, where_less(add(lanes, same(static_cast<float>(LANES))), visible, high, zero)));
   }
 };
 
@@ -72,7 +73,7 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
     store_interleaved(four.rows, four.at, values);
     for (int64_t i = 0; i < 4; i++) std::memcpy(bits + r + i, rows[r + i] + block.scale, 2);
   }
-  for (int64_t r = 0; r < mtp::BLOCK * parts; r += 16) {
+  for (int64_t r = 0; r < mtp::BLOCK * parts; r += LANES) {
     Floats found = load_halves(bits + r);
     found = where_less(found, same(65536.0f), found, same(0.0f));
     store(factors.of + r, max(found, same(0.0f)));
@@ -80,7 +81,7 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
   for (int64_t part = 0; part < parts; part++) {
     float top = factors.tops[part] = factors.top(part, mtp::BLOCK);
     Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
-    for (int64_t r = mtp::BLOCK * part; r < mtp::BLOCK * (part + 1); r += 16)
+    for (int64_t r = mtp::BLOCK * part; r < mtp::BLOCK * (part + 1); r += LANES)
       store(factors.normed + r, mul(load(factors.of + r), inverse));
   }
 }
@@ -90,18 +91,18 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
 inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, float* largest_score,
                   float* sum) {
   Floats visible = same(static_cast<float>(seen)), lowest = same(LOWEST), tops = lowest;
-  float place[16];
-  for (int i = 0; i < 16; i++) place[i] = static_cast<float>(i);
+  float place[LANES];
+  for (int i = 0; i < LANES; i++) place[i] = static_cast<float>(i);
   Floats lanes = load(place);
   auto sees = [&](int64_t r) { return add(lanes, same(static_cast<float>(r))); };
-  for (int64_t r = 0; r < seen; r += 16)
+  for (int64_t r = 0; r < seen; r += LANES)
     tops = max(tops, where_less(sees(r), visible, load(scores + r), lowest));
   Floats top = same(largest(tops)), sums = same(0.0f);
   for (int64_t b = 0; b < count; b += mtp::BLOCK) {
     Floats both[2];
     for (int64_t i = 0; i < 2; i++) {
-      int64_t r = b + 16 * i;
-      Floats score = load(scores + r), weight = exp(max(same(FLOOR), sub(score, top)));
+      int64_t r = b + LANES * i;
+      Floats score = load(scores + r), weight = exp(max(same(LOG_FLOOR), sub(score, top)));
       weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
       both[i] = where_less(sees(r), visible, weight, same(0.0f));
       sums = add(sums, both[i]);
@@ -109,7 +110,7 @@ inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, flo
     float most = largest(max(both[0], both[1]));
     Floats inverse = same(most > 0.0f ? 127.0f / most : 0.0f);
     scales[b / mtp::BLOCK] = most / 127.0f;
-    for (int64_t i = 0; i < 2; i++) store(scores + b + 16 * i, mul(both[i], inverse));
+    for (int64_t i = 0; i < 2; i++) store(scores + b + LANES * i, mul(both[i], inverse));
   }
   *largest_score = largest(tops);
   *sum = tree(sums);
@@ -119,16 +120,16 @@ inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, flo
 inline void share(const float* weights, const float* scales, int64_t seen, const Factors& factors,
                   int64_t parts, mtp::InputBlock* out) {
   for (int64_t part = 0, r = 0; part < parts; part++, r += mtp::BLOCK) {
-    Floats low = load(factors.normed + r), high = load(factors.normed + r + 16);
+    Floats low = load(factors.normed + r), high = load(factors.normed + r + LANES);
     float top = factors.tops[part];
     if (seen < r + mtp::BLOCK) {
       top = factors.top(part, seen - r);
       Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
-      low = mul(load(factors.of + r), inverse), high = mul(load(factors.of + r + 16), inverse);
+      low = mul(load(factors.of + r), inverse), high = mul(load(factors.of + r + LANES), inverse);
     }
     out[part].scale = scales[part] * top;
     store_block(out[part].values, to_ints(mul(load(weights + r), low)),
-                to_ints(mul(load(weights + r + 16), high)));
+                to_ints(mul(load(weights + r + LANES), high)));
   }
 }
 
@@ -156,11 +157,11 @@ void multiply_rows(const uint8_t* panel, const float* scales, int64_t blocks,
 #pragma GCC unroll 16
       for (int m = 0; m < ROWS; m++) {
         Floats scale = same(in[m][b].scale);
-        if (KEYS) scale = mul(load(scales + mtp::PANEL * b + 16 * v), scale);
+        if (KEYS) scale = mul(load(scales + mtp::PANEL * b + LANES * v), scale);
         totals[m] = fma(to_floats(sums[m]), scale, totals[m]);
       }
     }
-    for (int m = 0; m < ROWS; m++) store(out[m] + 16 * v, totals[m]);
+    for (int m = 0; m < ROWS; m++) store(out[m] + LANES * v, totals[m]);
   }
 }
 

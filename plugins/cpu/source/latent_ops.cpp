@@ -33,7 +33,7 @@ struct LatentRows : FloatOperator {
             a.text() + ", norms " + weight.text() + ", " + q_weight.text());
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, width}, 1);
-    tasks(call, rows, product(8, rows, a.shape[2]), [&](int64_t m) {
+    run_tasks(call, rows, product(8, rows, a.shape[2]), [&](int64_t m) {
       const float* row = a.data<float>() + m * a.shape[2];
       if (!q_weight.memory) std::copy_n(row, queries, q + m * queries);
       if (q_weight.memory) k.norm(row, q_weight.data<float>(), queries, epsilon, q + m * queries);
@@ -57,7 +57,7 @@ struct LatentAttention : FloatOperator {
                                        maybe(FLOAT16), FLOAT, FLOAT,          ANY,
                                        FLOAT,          INT64, INT64,          maybe(INT64)};
   using FloatOperator::FloatOperator;
-  Attention attention{k, from};
+  AttentionOp attention{k, from};
   int64_t latent = from.integer("latent"), outputs = from.integer("N");
   bool interleaved = from.flag("interleaved");
 
@@ -82,12 +82,12 @@ struct LatentAttention : FloatOperator {
     Tensor queries{{slots, heads, tokens, width}, nullptr, FLOAT};
     auto memory = scratch<float>(heads, rows, width);
     queries.memory = memory.get();
-    int64_t pieces = up(tokens, ROWS);
+    int64_t pieces = ceil_div(tokens, ROWS);
     // Multiplies each head's vectors by its matrix. `vectors` returns where a token's vector is and
     // where its product goes: `row` is its index in arrays ordered by tokens, `place` in arrays
     // ordered by heads.
     auto by_head = [&](const Weight& weight, int64_t work, auto&& vectors) {
-      tasks(call, product(slots, heads, pieces), work, [&](int64_t t) {
+      run_tasks(call, product(slots, heads, pieces), work, [&](int64_t t) {
         int64_t slot = t / pieces / heads, head = t / pieces % heads, begin = t % pieces * ROWS;
         int64_t some = min(ROWS, tokens - begin);
         const float* from[ROWS];
@@ -116,7 +116,7 @@ struct LatentAttention : FloatOperator {
   }
 };
 
-const Registered<Attention, LatentRows<float>, LatentRows<mtp::Bf16>, LatentRows<int8_t>,
+const Registered<AttentionOp, LatentRows<float>, LatentRows<mtp::Bf16>, LatentRows<int8_t>,
                  LatentAttention>
     registered;
 

@@ -6,6 +6,11 @@
 
 namespace {
 
+using mtp::LANES;
+
+// The logarithm of FLOOR in plugins/mla_attention/op.py, so that no weight is a subnormal number.
+constexpr float LOG_FLOOR = -73.682724f;
+
 // exp(x) for x clamped to [-87, 88]: 2^n * p(r), with Cephes' polynomial for expf. exp(0) is 1. A
 // NaN stays a NaN, because max and min then return their second operand.
 inline Floats exp(Floats x) {
@@ -28,7 +33,7 @@ inline Floats silu(Floats x) { return div(x, add(same(1.0f), exp(sub(same(0.0f),
 
 // Sums 16 lanes by adding halves.
 inline float tree(Floats x) {
-  float lanes[16];
+  float lanes[LANES];
   store(lanes, x);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
@@ -36,24 +41,25 @@ inline float tree(Floats x) {
 }
 
 void gated(float* gate, const float* up, int64_t count) {
-  for (int64_t i = 0; i < count; i += 16) store(gate + i, mul(silu(load(gate + i)), load(up + i)));
+  for (int64_t i = 0; i < count; i += LANES)
+    store(gate + i, mul(silu(load(gate + i)), load(up + i)));
 }
 
 // Lane i sums squares i, i + 16, ..; the speed is limited by reading the row.
 void norm(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
   Floats squares = same(0.0f);
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  for (; i + LANES <= count; i += LANES) squares = fma(load(x + i), load(x + i), squares);
   if (i < count) {
     Floats last = load_some(x + i, count - i);
     squares = fma(last, last, squares);
   }
   float mean = tree(squares) / static_cast<float>(count);
   Floats factor = div(same(1.0f), same(__builtin_sqrtf(mean + epsilon)));
-  for (i = 0; i + 16 <= count; i += 16)
+  for (i = 0; i + LANES <= count; i += LANES)
     store(out + i, mul(mul(load(x + i), factor), load(weight + i)));
   if (i < count) {
-    float lanes[16];
+    float lanes[LANES];
     Floats last = mul(load_some(x + i, count - i), factor);
     store(lanes, mul(last, load_some(weight + i, count - i)));
     std::memcpy(out + i, lanes, (count - i) * sizeof(float));
@@ -61,9 +67,9 @@ void norm(const float* x, const float* weight, int64_t count, float epsilon, flo
 }
 
 void sigmoid(const float* x, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += 16) {
-    int64_t some = count - i < 16 ? count - i : 16;
-    float lanes[16];
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t some = count - i < LANES ? count - i : LANES;
+    float lanes[LANES];
     Floats e = exp(sub(same(0.0f), load_some(x + i, some)));
     store(lanes, div(same(1.0f), add(same(1.0f), e)));
     std::memcpy(out + i, lanes, some * sizeof(float));
@@ -82,7 +88,7 @@ mtp::Best best(const float* x, int64_t count, bool sum) {
   for (int64_t at = 0; at < count; at += STRETCH) {
     int64_t end = at + STRETCH < count ? at + STRETCH : count, i = at;
     Floats tops = same(LEAST);
-    for (; i + 16 <= end; i += 16) {
+    for (; i + LANES <= end; i += LANES) {
       Floats some = load(x + i);
       tops = max(some, tops);  // ignores NaNs
       zeros = fma(some, same(0.0f), zeros);
@@ -111,12 +117,12 @@ mtp::Best best(const float* x, int64_t count, bool sum) {
   // Which of the zeros of either sign is found depends on the set, so they become +0.
   found.top += 0.0f, found.second += 0.0f;
   if (!sum) return found;
-  Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);
+  Floats sums = same(0.0f), top = same(found.top), floor = same(LOG_FLOOR);
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(floor, sub(load(x + i), top))));
+  for (; i + LANES <= count; i += LANES) sums = add(sums, exp(max(floor, sub(load(x + i), top))));
   found.total = tree(sums);
   for (; i < count; i++) {
-    float lanes[16];
+    float lanes[LANES];
     store(lanes, exp(max(floor, same(x[i] - found.top))));
     found.total += lanes[0];
   }

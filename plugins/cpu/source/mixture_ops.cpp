@@ -33,7 +33,7 @@ struct Routed {
 
   // Computes y [tokens, width]: weighted sums of the rows' results, + sum if there is one.
   void finish(Call& call, const float* results, const Tensor& sum, int64_t width, float* y) const {
-    tasks(call, tokens, product(count(), width), [&](int64_t m) {
+    run_tasks(call, tokens, product(count(), width), [&](int64_t m) {
       float* to = y + m * width;
       std::fill_n(to, width, 0.0f);
       for (int64_t row = m * each; row < (m + 1) * each; row++) {
@@ -78,7 +78,7 @@ struct Experts : FloatOperator {
     Tensor x = call.input(0), ups = call.input(3), downs = call.input(5);
     Weight down = weight_of(name, downs, call.input(6, true), 1, x.last());
     int64_t inner = std::visit([](const auto& w) { return w.inputs; }, down);
-    Weight both = weight_of(name, ups, call.input(4, true), 1, 2 * up(inner, PANEL) * PANEL);
+    Weight both = weight_of(name, ups, call.input(4, true), 1, 2 * ceil_div(inner, PANEL) * PANEL);
     REQUIRE(both.index() == down.index(), name, "experts in two formats");
     std::visit([&](const auto& w) { run(call, x, w, std::get<std::decay_t<decltype(w)>>(down)); },
                both);
@@ -88,7 +88,7 @@ struct Experts : FloatOperator {
   template <class W>
   void run(Call& call, const Tensor& x, const W& both, const W& down) const {
     using Input = typename W::Input;
-    int64_t width = x.last(), panels = up(down.inputs, PANEL), units = panels * W::UNIT;
+    int64_t width = x.last(), panels = ceil_div(down.inputs, PANEL), units = panels * W::UNIT;
     REQUIRE(panels > 0 && both.inputs == width && both.matrices == down.matrices, name,
             "gates and ups do not fit downs of " + std::to_string(down.inputs) + " inputs");
     Routed routed(name, x, call.input(1), call.input(2), down.matrices);
@@ -100,7 +100,7 @@ struct Experts : FloatOperator {
     auto hidden = scratch<Input>(rows, units);
     Shares inners(panels * PANEL, W::share(panels)), outers(width, W::share(down.panels));
     int64_t work = W::work(rows, product(down.inputs, width));
-    tasks(call, product(runs, inners.count), product(2, work), [&](int64_t t) {
+    run_tasks(call, product(runs, inners.count), product(2, work), [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / inners.count];
       int64_t panel = inners.first(t % inners.count), columns = inners.columns(t % inners.count);
       alignas(64) float all[ROWS][2 * WIDE * PANEL];
@@ -120,7 +120,7 @@ struct Experts : FloatOperator {
       }
     });
     auto results = scratch<float>(rows, width);
-    tasks(call, product(runs, outers.count), work, [&](int64_t t) {
+    run_tasks(call, product(runs, outers.count), work, [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / outers.count];
       int64_t panel = outers.first(t % outers.count);
       const Input* from[ROWS];
@@ -160,7 +160,7 @@ struct Route : FloatOperator {
     std::vector<int64_t> shape = logits.with_last(chosen);
     float* weights = call.output(shape);
     int32_t* ids = call.output<int32_t>(shape, 1);
-    tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
       const float* row = logits.data<float>() + m * all;
       choose(row, bias.data<float>(), all, weights + m * chosen, ids + m * chosen);
     });
@@ -237,7 +237,7 @@ struct Weigh : FloatOperator {
     REQUIRE(fit, name, std::to_string(experts) + " experts' " + x.text() + ", ids " + ids.text());
     int64_t rows = x.rows(), inner = x.last() / experts, k = ids.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, product(rows, x.last()), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, x.last()), [&](int64_t m) {
       std::vector<float> every(experts, 0.0f);
       std::fill(every.end() - always, every.end(), 1.0f);
       for (int64_t i = m * k; i < (m + 1) * k; i++) {

@@ -29,19 +29,21 @@ constexpr int64_t NO_NUMBER = -2;   // stands for a chosen row if a score is NaN
       throw OperandError(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
   } while (false)
 
-inline int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return a / b + (a % b > 0 ? 1 : 0);
+}  // never overflows
 
 // Allocates uninitialised memory for the product of these sizes.
 template <class T, class... Sizes>
 std::unique_ptr<T[]> scratch(Sizes... sizes) {
   int64_t count = product(sizes...);
-  ort::fitting(count <= MOST, count);
+  ort::require_fits(count <= MOST);
   return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
 }
 
 // Runs tasks, on the session's threads if they have enough work together.
 template <class F>
-void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
+void run_tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
   if (multiplications < SMALL)
     for (int64_t i = 0; i < count; i++) task(i);
   else

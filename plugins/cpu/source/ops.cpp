@@ -1,4 +1,4 @@
-// Registration of the operators in onnxruntime, domain `mtpbuild`. Operators check their operands,
+// Registration of the operators in onnxruntime. Operators check their operands,
 // divide the work into tasks and call the kernels of the machine's instruction set.
 #include <cstdlib>
 #if defined(__aarch64__) && defined(__linux__)
@@ -47,6 +47,8 @@ const Kernels& mtp::chosen_kernels() {
 
 namespace {
 
+constexpr char DOMAIN[] = "mtpbuild";  // as in plugins/cpu/onnx.py
+
 // An operator with any number of operands and results of any types.
 CustomOp chain() {
   CustomOp op = common<Chain>();
@@ -75,7 +77,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
       mallopt(M_TRIM_THRESHOLD, 64 << 20);
 #endif
       ort::Domain* created = nullptr;
-      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &created));
+      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, DOMAIN, &created));
       for (const mtp::Kind& kind : mtp::all_kinds())
         ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, created, &kind.node));
       static const CustomOp joined = chain();

@@ -131,7 +131,7 @@ inline Tensor tensor_of(const Value* value) {
   if (!status) status = call<Status*>(ELEMENT_TYPE, static_cast<const Shape*>(shape), &tensor.type);
   call<void>(RELEASE_SHAPE, shape);
   check(status);
-  numbers(tensor.shape);
+  check_sizes(tensor.shape);
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, const_cast<Value*>(value), &memory));
   static const char nothing = 0;
@@ -149,7 +149,7 @@ inline Tensor input(Context* context, size_t place, bool optional = false) {
 // Returns the memory of a result; `type`, if given, must be the type that the graph declares.
 inline void* output(Context* context, const std::vector<int64_t>& shape, size_t place,
                     int type = ANY) {
-  numbers(shape);
+  check_sizes(shape);
   Value* value = nullptr;
   check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
   if (!value) throw OperandError("a result is missing");

@@ -5,7 +5,7 @@
 namespace {
 
 // x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times a weight for each of H heads
-// -> [B, H, T, N]; with optional norm and sum (Around).
+// -> [B, H, T, N]; with optional norm and sum (NormAndAdd).
 struct Product : FloatOperator {
   static constexpr const char* name = "Product";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT), maybe(FLOAT)};
@@ -27,7 +27,7 @@ struct Product : FloatOperator {
     REQUIRE(fits && x.last() == w.inputs, name,
             "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
     std::vector<int64_t> shape = x.with_last(w.outputs);
-    Around around(name, call, 3, epsilon, x, shape);
+    NormAndAdd around(name, call, 3, epsilon, x, shape);
     float* y = call.output(shape);
     int64_t all = x.rows(), rows = heads ? x.shape[2] : all;
     int64_t matrices = heads ? product(x.shape[0], w.matrices) : 1;
@@ -63,7 +63,7 @@ struct GatedProduct : FloatOperator {
             "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
     int64_t rows = x.rows(), inner = outputs / 2;
     std::vector<int64_t> shape = x.with_last(inner);
-    Around around(name, call, 3, epsilon, x, shape);
+    NormAndAdd around(name, call, 3, epsilon, x, shape);
     float* y = call.output(shape);
     Inputs<W> inputs(k, call, w, x.data<float>(), rows, &around);
     by_tiles(call, inputs, 1, rows, inner, W::work(rows, product(w.inputs, outputs)), y,

@@ -18,14 +18,14 @@ constexpr float LEAST = 1e-30f;
 void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
   Floats zeros = same(0.0f);
   for (int64_t b = 0; b < blocks; b++, x += mtp::BLOCK) {
-    Floats first = load(x), second = load(x + 16);
+    Floats first = load(x), second = load(x + LANES);
     float top = largest(max(absolute(first), absolute(second)));
     Floats inverse = same(top > LEAST ? 127.0f / top : 0.0f);
     Ints low = to_ints(mul(first, inverse)), high = to_ints(mul(second, inverse));
     out[b].scale = top > LEAST ? top / 127.0f : 0.0f;
     out[b].sum = total(low, high);
     store_bytes(out[b].values, low);
-    store_bytes(out[b].values + 16, high);
+    store_bytes(out[b].values + LANES, high);
     zeros = fma(first, same(0.0f), fma(second, same(0.0f), zeros));
   }
   if (tree(zeros) == 0.0f) return;
@@ -41,8 +41,8 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < WIDE; v++) totals[m][v] = same(0.0f);
   const uint8_t* values = panel.values + 64 * first;
-  const uint16_t* scales = panel.scales + 16 * first;
-  auto bytes = reinterpret_cast<const int8_t*>(panel.scales + mtp::PANEL) + 16 * first;
+  const uint16_t* scales = panel.scales + LANES * first;
+  auto bytes = reinterpret_cast<const int8_t*>(panel.scales + mtp::PANEL) + LANES * first;
   for (int64_t b = 0; b < panel.blocks; b++) {
     Ints sums[ROWS][WIDE];
 #pragma GCC unroll 8
@@ -68,9 +68,9 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
       }
 #pragma GCC unroll 2
     for (int v = 0; v < WIDE; v++) {
-      Floats scale = load_halves(scales + 16 * v), moved = scale;
-      if (SCALES == mtp::ZEROED) moved = load_signed(bytes + 2 * SCALES * b + 16 * v);
-      if (SCALES == mtp::SHIFTED) moved = load_halves(scales + mtp::PANEL + 16 * v);
+      Floats scale = load_halves(scales + LANES * v), moved = scale;
+      if (SCALES == mtp::ZEROED) moved = load_signed(bytes + 2 * SCALES * b + LANES * v);
+      if (SCALES == mtp::SHIFTED) moved = load_halves(scales + mtp::PANEL + LANES * v);
 #pragma GCC unroll 8
       for (int m = 0; m < ROWS; m++) {
         Floats sum = to_floats(last_sum<BITS>(sums[m][v], in[m][b].sum));
@@ -86,7 +86,7 @@ void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, 
     scales += SCALES;
   }
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < WIDE; v++) store(out[m] + 16 * (first + v), totals[m][v]);
+    for (int v = 0; v < WIDE; v++) store(out[m] + LANES * (first + v), totals[m][v]);
 }
 
 // Selects the tile for `rows` <= ROWS.

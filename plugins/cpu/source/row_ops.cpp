@@ -18,7 +18,7 @@ struct Norm : FloatOperator {
             x.text() + ", " + w.text());
     int64_t rows = x.rows(), size = x.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, product(4, rows, size), [&](int64_t m) {
+    run_tasks(call, rows, product(4, rows, size), [&](int64_t m) {
       k.norm(x.data<float>() + m * size, w.data<float>(), size, epsilon, y + m * size);
     });
   }
@@ -37,7 +37,7 @@ struct Gate : FloatOperator {
     int64_t count = z.count();
     REQUIRE(x.count() == count, name, x.text() + " times " + z.text());
     float* y = call.output(z.shape);
-    tasks(call, up(count, PART), product(32, count), [&](int64_t i) {
+    run_tasks(call, ceil_div(count, PART), product(32, count), [&](int64_t i) {
       int64_t first = i * PART, some = min(PART, count - first), vectors = some / LANES * LANES;
       const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
       float* out = y + first;
@@ -102,7 +102,7 @@ struct Accept : FloatOperator {
     int64_t* ends = call.output<int64_t>(slots, 2);
     float* logprobs = call.output(window.shape, 3);
     float* margins = call.output(window.shape, 4);
-    tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       mtp::Best best = k.best(logits.data<float>() + m * V, V, true);
       tokens[m] = best.id;
       logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as in LogSoftmax
@@ -134,7 +134,7 @@ struct LogSoftmax : FloatOperator {
     REQUIRE(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), V = x.last();
     float* y = call.output(x.shape);
-    tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, V, 8), [&](int64_t m) {
       const float* row = x.data<float>() + m * V;
       mtp::Best best = k.best(row, V, true);
       float log = mtp::logarithm(best.total);
@@ -156,8 +156,8 @@ struct ArgMax : FloatOperator {
     REQUIRE(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), V = x.last();
     int64_t* y = call.output<int64_t>({x.shape.begin(), x.shape.end() - 1});
-    tasks(call, rows, product(rows, V),
-          [&](int64_t m) { y[m] = k.best(x.data<float>() + m * V, V, false).id; });
+    run_tasks(call, rows, product(rows, V),
+              [&](int64_t m) { y[m] = k.best(x.data<float>() + m * V, V, false).id; });
   }
 };
 
@@ -174,7 +174,7 @@ struct Sum : FloatOperator {
     REQUIRE(x.rank() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), size = x.last();
     float* y = call.output({x.shape.begin(), x.shape.end() - 1});
-    tasks(call, rows, product(rows, size), [&](int64_t m) {
+    run_tasks(call, rows, product(rows, size), [&](int64_t m) {
       const float* row = x.data<float>() + m * size;
       float lanes[LANES] = {};
       int64_t whole = size / LANES * LANES;

@@ -28,29 +28,32 @@ void named(const char* op, const F& compute) {
 
 constexpr int64_t MOST = int64_t{1} << 40;  // numbers in a tensor
 
-inline int64_t fitting(bool fits, int64_t size) {
+inline void require_fits(bool fits) {
   if (!fits) throw TooLarge();
-  return size;
 }
+
 template <class... Sizes>
 int64_t product(Sizes... sizes) {
   int64_t all = 1;
   bool fits = (... && (sizes >= 0 && !__builtin_mul_overflow(all, int64_t{sizes}, &all)));
-  return fitting(fits, all);
+  require_fits(fits);
+  return all;
 }
 
-// Returns the number of numbers in a tensor. The product of its sizes other than 0 is bounded, too,
-// so that no product of some sizes overflows, and loops over empty rows end.
-inline int64_t numbers(const std::vector<int64_t>& shape) {
+// Returns the number of elements of a tensor. The product of its sizes other than 0 is bounded,
+// too, so that no product of some sizes overflows, and loops over empty rows end.
+inline int64_t element_count(const std::vector<int64_t>& shape) {
   int64_t all = 1;
   bool empty = false;
   for (int64_t size : shape) {
     empty |= size == 0;
     all = product(all, size ? size : 1);
-    fitting(all <= MOST, all);
+    require_fits(all <= MOST);
   }
-  fitting(!empty || all <= INT32_MAX, all);
+  require_fits(!empty || all <= INT32_MAX);
   return empty ? 0 : all;
 }
+
+inline void check_sizes(const std::vector<int64_t>& shape) { element_count(shape); }
 
 }  // namespace ort

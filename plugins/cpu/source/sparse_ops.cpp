@@ -24,7 +24,7 @@ struct IndexKeys : FloatOperator {
     Angles angles(name, call.input(3), call.input(4), a.shape[0], a.shape[1]);
     REQUIRE(2 * angles.half <= size, name, "angles " + angles.cos.text() + " of " + a.text());
     float* y = call.output(a.shape);
-    tasks(call, rows, product(8, rows, size), [&](int64_t m) {
+    run_tasks(call, rows, product(8, rows, size), [&](int64_t m) {
       auto normed = scratch<float>(size);
       norm(a.data<float>() + m * size, weight.data<float>(), bias.data<float>(), size, &normed[0]);
       std::memcpy(y + m * size, &normed[0], size * sizeof(float));
@@ -66,17 +66,18 @@ struct ChooseRows : FloatOperator {
     int64_t* y = call.output<int64_t>({job.slots, job.tokens, count});
     int64_t all = job.slots * job.tokens, most = 1;
     for (int64_t m = 0; m < all; m++) most = std::max(most, job.seen(m));
-    int64_t some = min(all, std::max<int64_t>(1, SCORES / most)), pieces = up(most, PIECE);
+    int64_t some = min(all, std::max<int64_t>(1, SCORES / most)), pieces = ceil_div(most, PIECE);
     auto scores = scratch<float>(some, most);
     for (int64_t from = 0; from < all; from += some) {
       int64_t now = min(some, all - from);
-      tasks(call, product(now, pieces), product(now, most, job.heads, job.size), [&](int64_t i) {
-        int64_t m = from + i / pieces, begin = i % pieces * PIECE;
-        int64_t end = min(job.seen(m), begin + PIECE);
-        if (job.seen(m) > count && begin < end)
-          score(job, angles, m, begin, end, &scores[i / pieces * most]);
-      });
-      tasks(call, now, product(8, now, most), [&](int64_t i) {
+      run_tasks(call, product(now, pieces), product(now, most, job.heads, job.size),
+                [&](int64_t i) {
+                  int64_t m = from + i / pieces, begin = i % pieces * PIECE;
+                  int64_t end = min(job.seen(m), begin + PIECE);
+                  if (job.seen(m) > count && begin < end)
+                    score(job, angles, m, begin, end, &scores[i / pieces * most]);
+                });
+      run_tasks(call, now, product(8, now, most), [&](int64_t i) {
         choose(&scores[i * most], job.seen(from + i), y + (from + i) * count);
       });
     }
@@ -116,7 +117,7 @@ struct ChooseRows : FloatOperator {
   void score(const Job& job, const Angles& angles, int64_t m, int64_t begin, int64_t end,
              float* scores) const {
     int64_t D = job.size, H = job.heads, slot = m / job.tokens, old = job.old(slot);
-    auto queries = scratch<float>(up(H, PANEL), PANEL, D), shares = scratch<float>(H);
+    auto queries = scratch<float>(ceil_div(H, PANEL), PANEL, D), shares = scratch<float>(H);
     lay_out(job, angles, m, &queries[0]);
     float each = 1.0f / std::sqrt(static_cast<float>(H));
     for (int64_t h = 0; h < H; h++) shares[h] = job.weights.data<float>()[m * H + h] * each;
@@ -144,7 +145,7 @@ struct ChooseRows : FloatOperator {
   void lay_out(const Job& job, const Angles& angles, int64_t m, float* to) const {
     int64_t D = job.size, H = job.heads;
     auto own = scratch<float>(D);
-    std::memset(to, 0, up(H, PANEL) * PANEL * D * sizeof(float));
+    std::memset(to, 0, ceil_div(H, PANEL) * PANEL * D * sizeof(float));
     for (int64_t h = 0; h < H; h++) {
       const float* from = job.q.data<float>() + (m * H + h) * D;
       std::memcpy(&own[0], from, D * sizeof(float));

@@ -20,14 +20,14 @@ struct Matrices {
 // Optional work around a product x [.., K] -> y. Operand `place` is the weight [K] of an RMSNorm of
 // x before the product. The operand after it is added to y; it has y's shape, or one number for
 // each output.
-struct Around {
+struct NormAndAdd {
   Tensor norm, sum;
   float epsilon;
   int64_t width;
   bool bias;
 
-  Around(const char* op, Call& call, size_t place, float epsilon, const Tensor& x,
-         const std::vector<int64_t>& y)
+  NormAndAdd(const char* op, Call& call, size_t place, float epsilon, const Tensor& x,
+             const std::vector<int64_t>& y)
       : norm(call.input(place, true)), sum(call.input(place + 1, true)), epsilon(epsilon) {
     REQUIRE(!norm.memory || norm.is({x.last()}), op, "rows " + x.text() + ", norm " + norm.text());
     bias = sum.is({y.back()});
@@ -55,7 +55,7 @@ struct FloatWeight : Matrices {
     matrices = w.count(0, outer);
     inputs = w.shape[w.rank() - 2];
     outputs = packed ? named : w.last();
-    panels = up(outputs, PANEL);
+    panels = ceil_div(outputs, PANEL);
     REQUIRE(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels), op,
             std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
   }
@@ -113,7 +113,7 @@ struct IntegerWeight : Matrices {
     matrices = v.count(0, outer);
     inputs = blocks * BLOCK;
     outputs = named;
-    REQUIRE(outputs > 0 && panels == up(outputs, PANEL) && blocks > 0, op,
+    REQUIRE(outputs > 0 && panels == ceil_div(outputs, PANEL) && blocks > 0, op,
             std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32, " +
                 std::to_string(blocks) + " blocks of inputs");
   }
@@ -174,14 +174,14 @@ struct Inputs {
   const Input* rows;
 
   Inputs(const Kernels& k, Call& call, const W& w, const float* x, int64_t count,
-         const Around* around = nullptr)
+         const NormAndAdd* around = nullptr)
       : size(w.size()) {
     const float* norm = around && around->norm.memory ? around->norm.data<float>() : nullptr;
     rows = norm ? nullptr : W::as_given(x);
     if (rows) return;
     own = scratch<Input>(count, size);
     rows = own.get();
-    tasks(call, count, product(count, w.inputs, 4), [&](int64_t m) {
+    run_tasks(call, count, product(count, w.inputs, 4), [&](int64_t m) {
       const float* row = x + m * w.inputs;
       auto normed = scratch<float>(norm ? w.inputs : 0);
       if (norm) k.norm(row, norm, w.inputs, around->epsilon, normed.get());
@@ -197,9 +197,9 @@ struct Shares {
 
   Shares(int64_t outputs, int64_t wide)
       : outputs(outputs),
-        panels(up(outputs, PANEL)),
-        count(up(panels, wide)),
-        step(up(panels, std::max<int64_t>(count, 1))) {}
+        panels(ceil_div(outputs, PANEL)),
+        count(ceil_div(panels, wide)),
+        step(ceil_div(panels, std::max<int64_t>(count, 1))) {}
   int64_t first(int64_t share) const { return min(panels, share * step); }
   int64_t columns(int64_t share) const {
     return min(outputs, first(share + 1) * PANEL) - min(outputs, first(share) * PANEL);
@@ -212,9 +212,9 @@ template <class W, class F>
 void by_tiles(Call& call, const Inputs<W>& inputs, int64_t matrices, int64_t rows, int64_t outputs,
               int64_t work, float* y, const F& tile) {
   // On one thread, make as few tasks as possible.
-  Shares shares(outputs, work < SMALL ? WIDE : W::share(up(outputs, PANEL)));
-  int64_t pieces = up(rows, ROWS);
-  tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
+  Shares shares(outputs, work < SMALL ? WIDE : W::share(ceil_div(outputs, PANEL)));
+  int64_t pieces = ceil_div(rows, ROWS);
+  run_tasks(call, product(matrices, shares.count, pieces), work, [&](int64_t t) {
     int64_t share = t / pieces % shares.count, matrix = t / pieces / shares.count;
     int64_t first = t % pieces * ROWS, some = min(ROWS, rows - first), panel = shares.first(share);
     const typename W::Input* in[ROWS];
