@@ -15,20 +15,12 @@ from mtpbuild.builder.targets.onnxruntime.chains import join_chains
 from mtpbuild.builder.targets.onnxruntime.lowering import OPSET
 from mtpbuild.plugins.cpu.onnx import PYTORCH
 from mtpbuild.runtime.cpu_library import DOMAIN
-from tests.support.cpu_kernels import LIBRARY
+from tests.support.cpu_kernels import open_session
 from tests.support.isas import isas
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
 Given = dict[str, NDArray[Any]]
-
-
-def session(model: onnx.ModelProto) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 2, 4
-    options.enable_cpu_mem_arena = False
-    options.register_custom_ops_library(str(LIBRARY))
-    return ort.InferenceSession(model.SerializeToString(), options)
 
 
 def own(op: str, inputs: list[str], outputs: list[str], **how: Any) -> onnx.NodeProto:
@@ -82,17 +74,17 @@ def test_chains_do_what_their_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = layer()
     chained = joined(model)
     assert [node.op_type for node in chained.graph.node] == ["Chain", "Add", "Chain"]
-    wanted = session(model).run(None, given)
+    wanted = open_session(model).run(None, given)
     for isa in isas():
         monkeypatch.setenv("MTPBUILD_CPU_ISA", isa)
-        found = session(chained).run(None, given)
+        found = open_session(chained).run(None, given)
         for one, other in zip(found, wanted, strict=True):
             assert one.tobytes() == other.tobytes()
 
 
 def test_a_cache_is_written_in_place() -> None:
     model, given = layer()
-    steps = session(joined(model))
+    steps = open_session(joined(model))
     cache = ort.OrtValue.ortvalue_from_numpy(given["cache"])
     binding = steps.io_binding()
     for name, array in given.items():
@@ -102,7 +94,7 @@ def test_a_cache_is_written_in_place() -> None:
     for name in ("tokens", "new_lengths", "logprobs"):
         binding.bind_output(name)
     steps.run_with_iobinding(binding)
-    np.testing.assert_array_equal(cache.numpy(), session(model).run(["held"], given)[0])
+    np.testing.assert_array_equal(cache.numpy(), open_session(model).run(["held"], given)[0])
 
 
 def test_operators_in_branches_stay_nodes() -> None:
@@ -133,7 +125,7 @@ def test_operators_in_branches_stay_nodes() -> None:
     given = {"x": np.arange(4, dtype=np.float32), "w": np.full(4, 2, np.float32)}
     for value in (True, False):
         every = given | {"f": np.array(value)}
-        [found], [wanted] = (session(m).run(None, every) for m in (chained, model))
+        [found], [wanted] = (open_session(m).run(None, every) for m in (chained, model))
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -155,7 +147,7 @@ def test_a_chain_gives_values_whose_axis_is_kept() -> None:
     assert program is not None
     joined_model = ir.to_proto(join_chains(program.model))
     assert "Chain" in [node.op_type for node in joined_model.graph.node]
-    total, best, _ = session(joined_model).run(None, {k: v.numpy() for k, v in given.items()})
+    total, best, _ = open_session(joined_model).run(None, {k: v.numpy() for k, v in given.items()})
     assert (total, best) == (20, 3)
 
 
@@ -168,7 +160,7 @@ def one(steps: str, results: str = "2", kind: int = FLOAT, operands: int = 2) ->
     outputs = [helper.make_tensor_value_info(name, kind, None) for name in names]
     graph = helper.make_graph([node], "one", inputs, outputs)
     model = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
-    found: list[NDArray[Any]] = session(model).run(None, given)
+    found: list[NDArray[Any]] = open_session(model).run(None, given)
     return found
 
 
@@ -242,4 +234,4 @@ def test_a_result_that_no_memory_holds(half: int, tokens: int) -> None:
     graph = helper.make_graph([node], "large", inputs, [base])
     model = helper.make_model(graph, opset_imports=OPSETS, ir_version=10)
     with pytest.raises(Exception, match="mtpbuild Places: a size is negative or too large"):
-        session(model).run(None, given)
+        open_session(model).run(None, given)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.plan.plan import count_int8_width
-from mtpbuild.plugins import grouped_attention_flat, grouped_rows_write, mla_packed, mla_rows_write
+from mtpbuild.plugins import grouped_attention_flat, mla_packed
 from mtpbuild.plugins.cpu.layout import pack_floats
 from mtpbuild.plugins.int8_rows import blocks_of, read_rows, round_rows
-from mtpbuild.runtime.programs.slots import finite
 from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import SOURCE, check_refused, compiled, run, same_everywhere
 
@@ -126,71 +124,6 @@ def test_grouped_attention(
     assert np.abs(got - near).max() < 0.1 * np.abs(near).max()
     wrong = {"q": q} | given | {"cache": given["cache"][..., 1:].copy()}
     check_refused("int8 rows", "Attention", wrong, (F,), scale=0.3, **how)
-
-
-def check_rows(op: str, given: Given, sections: list[int], definition: Any, **how: Any) -> None:
-    """Check that rows are an fp32 cache's, rounded, and the definition's but for a last bit."""
-    (B, T), S = given["a"].shape[:2], 9
-    starts = np.array([0, S - T])
-    cache = np.zeros((B, 1, S, count_int8_width(sum(sections), sections)), np.int8)
-    q, fresh, held = run(
-        f"{op}Int8", given | {"cache": cache, "start": starts}, (F, F, np.int8), 2, **how
-    )
-    wide = np.zeros((B, 1, S, sum(sections)), F)
-    plain = run(op, given | {"cache": wide, "start": starts}, (F, F, F), 2, **how)
-    np.testing.assert_array_equal(q, plain[0])
-    np.testing.assert_array_equal(fresh, plain[1])
-    np.testing.assert_array_equal(held, rounded(plain[2], sections))
-    tensors = [torch.from_numpy(a) for a in (*given.values(), cache, starts)]
-    _, rows, defined = definition(*tensors)
-    np.testing.assert_allclose(fresh, rows.numpy(), rtol=1e-5, atol=1e-5)
-    both = read_rows(defined, sections).numpy(), read_rows(torch.from_numpy(held), sections).numpy()
-    np.testing.assert_allclose(*both, atol=np.abs(both[0]).max() / 100)
-
-
-def test_latent_rows() -> None:
-    rng, B, T, Q, latent, half = np.random.default_rng(0), 2, 3, 40, 72, 6
-    sections = [latent, 2 * half]
-    given: Given = {"a": rng.standard_normal((B, T, Q + sum(sections)), F)}
-    given |= {"q_norm": rng.standard_normal(Q, F), "kv_norm": rng.standard_normal(latent, F)}
-    given |= {name: rng.standard_normal((B, T, half), F) for name in ("cos", "sin")}
-    how = {"epsilon": 1e-6, "interleaved": 1}
-    check_rows("LatentRows", given, sections, lambda *x: mla_rows_write(*x, 1e-6, True), **how)
-
-
-def test_grouped_rows() -> None:
-    rng, B, T, H, G, D, half = np.random.default_rng(0), 2, 3, 4, 2, 40, 6
-    given: Given = {"a": rng.standard_normal((B, T, (H + 2 * G) * D), F)}
-    given |= {name: rng.standard_normal(D, F) for name in ("q_norm", "k_norm")}
-    given |= {name: rng.standard_normal((B, T, half), F) for name in ("cos", "sin")}
-    how = {"heads": H, "groups": G, "width": D, "epsilon": 1e-6, "plus_one": 0}
-
-    def definition(*operands: Any) -> Any:
-        return grouped_rows_write(*operands, H, G, D, 1e-6)
-
-    check_rows("GroupedRows", given, 2 * G * [D], definition, **how)
-
-
-@pytest.mark.parametrize("size", [1.0, 2e-5, 3e-38, 0.0, 1e6, 9e6, np.inf, np.nan])
-def test_rounding(size: float) -> None:
-    """Scales that are subnormal in fp16, zero, or do not fit."""
-    row = np.linspace(-1, 1, 80, dtype=F).reshape(1, 1, 80)
-    row[..., 40] = size
-    names = ("a", "q_norm", "k_norm", "cos", "sin", "cache", "start")
-    given: Given = dict.fromkeys(names)
-    small = (row * 3e-5 if size < 1 else row).astype(F)
-    given |= {"a": small, "cos": np.zeros((1, 1, 0), F), "sin": np.zeros((1, 1, 0), F)}
-    given |= {"cache": np.zeros((1, 1, 2, 88), np.int8), "start": np.array([1])}
-    how = {"heads": 0, "groups": 1, "width": 40, "epsilon": 1e-6, "plus_one": 0}
-    _, _, held = run("GroupedRowsInt8", given, (F, F, np.int8), 1, **how)
-    assert held.shape[-1] == count_int8_width(80, [40])
-    again = rounded(small, [40, 40])
-    assert held[0, 0, 1, :80].tobytes() == again[0, 0, :80].tobytes()
-    assert finite(held[0, 0]).all(-1).tolist() == [True, bool(size < 9e6)]
-    np.testing.assert_array_equal(
-        read_rows(torch.from_numpy(held[0, :, 1:]), [40, 40]).numpy(),
-        read_rows(torch.from_numpy(again), [40, 40]).numpy(),
-    )
 
 
 def test_unseen_and_not_finite_rows() -> None:

@@ -1,6 +1,7 @@
 """The CPU's kernels, through onnxruntime: their arithmetic to the bit, and what they refuse."""
 
 import hashlib
+import math
 import os
 import re
 import subprocess
@@ -14,16 +15,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.plugins.cpu.layout import (
-    pack_floats,
-    pack_scales,
-    pack_values,
-    unpack_floats,
-    unpack_scales,
-    unpack_values,
-)
-from mtpbuild.plugins.product_packed.op import product_packed
-from mtpbuild.runtime.cpu_library import ISAS, LAYOUT
+from mtpbuild.plugins.cpu import onnx
+from mtpbuild.plugins.mla_attention.op import FLOOR
+from mtpbuild.runtime.cpu_library import DOMAIN, ISAS, LAYOUT
 from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import (
     HOST,
@@ -32,7 +26,6 @@ from tests.support.cpu_kernels import (
     attended,
     compiled,
     load_backend,
-    random_weight,
 )
 from tests.support.isas import isas
 
@@ -58,118 +51,6 @@ def same_everywhere(
     for result in results[1:]:
         np.testing.assert_array_equal(result.view(np.int32), results[0].view(np.int32))
     return results[0]
-
-
-def product_operands(bits: int, M: int, N: int, K: int) -> tuple[Arrays, NDArray[np.float32]]:
-    rng = np.random.default_rng(M + N + K)
-    values, scales, integers = random_weight(rng, (N, K), bits)
-    x = rng.standard_normal((M, K), dtype=np.float32)
-    x[0, :32] = 0.0  # a block without a largest input
-    x[-1, -32:] *= 1e-35  # and one that is too small to be scaled
-    given = {"x": x, "values": pack_values(values).numpy()}
-    given["scales"] = pack_scales(scales).numpy()
-    return given, exact.product(x, integers, scales.numpy())
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    ("M", "N", "K"), [(1, 32, 32), (2, 33, 64), (3, 100, 96), (7, 64, 192), (13, 577, 320)]
-)
-def test_products(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, wanted = product_operands(bits, M, N, K)
-    got = same_everywhere(monkeypatch, "Product", given, N=N)
-    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of the largest numbers are where 16 bits would not do."""
-    N, K = 64, 128
-    integers = np.where(np.arange(N * K).reshape(N, K // 32, 32) % 3, 0, (1 << bits) - 1)
-    integers[N // 2 :] = (1 << bits) - 1
-    stored: NDArray[Any] = integers.astype(np.uint8)
-    if bits == 4:
-        stored = stored[..., 0::2] | stored[..., 1::2] << 4
-    x = np.where(np.arange(4 * K).reshape(4, K) % 2, np.float32(3), np.float32(-3))
-    x[2:] = [[3.0], [-3.0]]  # the sums of a whole block are the largest ones, too
-    scales = np.full((N, K // 32), 0.5, np.float16)
-    given = {"x": x, "values": pack_values(torch.from_numpy(stored)).numpy()}
-    given["scales"] = pack_scales(torch.from_numpy(scales)).numpy()
-    got = same_everywhere(monkeypatch, "Product", given, N=N)
-    wanted = exact.product(x, (integers - (1 << bits - 1)).astype(np.int32), scales)
-    np.testing.assert_array_equal(got, wanted)
-
-
-@pytest.mark.parametrize(("fours", "eights"), [(32, 32), (64, 33), (96, 300)])
-def test_products_of_both_widths(fours: int, eights: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last panels of an int4 weight may be int8, each in the place of two."""
-    rng, K = np.random.default_rng(fours), 96
-    x = rng.standard_normal((5, K), dtype=np.float32)
-    panels, factors, wanted = [], [], []
-    for bits, outputs in ((4, fours), (8, eights)):
-        values, scales, integers = random_weight(rng, (outputs, K), bits)
-        panels.append(pack_values(values).reshape(-1, K // 32, 512))
-        factors.append(pack_scales(scales))
-        wanted.append(exact.product(x, integers, scales.numpy()))
-    both = torch.cat(panels), torch.cat(factors)
-    given = {"x": x, "values": both[0].numpy(), "scales": both[1].numpy()}
-    got = same_everywhere(monkeypatch, "Product", given, N=fours + eights)
-    np.testing.assert_array_equal(got, np.concatenate(wanted, axis=1))
-    plain = product_packed(torch.from_numpy(x), *both, fours + eights).numpy()
-    np.testing.assert_allclose(got, plain, rtol=0.1, atol=0.5)
-    with pytest.raises(Exception, match="mtpbuild Product: "):
-        run("Product", given, N=fours + eights + 32)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_alone(bits: int) -> None:
-    """A row's result is its own, however many rows are beside it."""
-    given, wanted = product_operands(bits, 25, 200, 256)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 25):
-        some = dict(given, x=given["x"][25 - rows :].reshape(1, rows, -1))
-        got = run("Product", some, threads=2, N=200)
-        np.testing.assert_array_equal(got[0], wanted[25 - rows :])
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_many_rows(bits: int) -> None:
-    """A prompt's rows go in several pieces."""
-    given, wanted = product_operands(bits, 600, 96, 1024)
-    np.testing.assert_array_equal(run("Product", given, threads=2, N=96), wanted)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("M", "inner", "K"), [(1, 32, 64), (7, 96, 192), (100, 64, 96)])
-def test_gated_products(
-    bits: int, M: int, inner: int, K: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given, both = product_operands(bits, M, 2 * inner, K)
-    got = same_everywhere(monkeypatch, "GatedProduct", given, N=2 * inner)
-    np.testing.assert_array_equal(got, exact.gated(both[:, :inner], both[:, inner:]))
-    with pytest.raises(Exception, match="mtpbuild GatedProduct: "):
-        run("GatedProduct", given, N=2 * inner - 1)
-
-
-@pytest.mark.parametrize(
-    ("x", "w"),
-    [
-        ((1, 40), (40, 7)),
-        ((5, 96), (96, 100)),
-        ((2, 3, 64), (64, 33)),
-        ((50, 17), (17, 130)),
-        ((2, 4, 3, 32), (4, 32, 64)),
-        ((1, 3, 7, 20), (3, 20, 19)),
-    ],
-)
-def test_float_products(
-    x: tuple[int, ...], w: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rng = np.random.default_rng(len(x))
-    given = {"x": rng.standard_normal(x, np.float32), "w": rng.standard_normal(w, np.float32)}
-    got = same_everywhere(monkeypatch, "Product", given)
-    np.testing.assert_array_equal(got, exact.float_product(given["x"], given["w"]))
-    last = {"x": given["x"][..., -1:, :], "w": given["w"]}
-    np.testing.assert_array_equal(run("Product", last), got[..., -1:, :])
 
 
 @pytest.mark.parametrize("size", [16, 192, 100, 7])
@@ -290,105 +171,7 @@ def test_circle(name: str) -> None:
         np.testing.assert_array_equal(run(name, {"x": x[i : i + 1, :3]}), got[i : i + 1, :3])
 
 
-def panels_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.asarray(pack_floats(torch.from_numpy(weight)).numpy())
-
-
-def assert_same_bits(got: NDArray[Any], wanted: NDArray[Any]) -> None:
-    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
-
-
-@pytest.mark.parametrize(
-    ("M", "K", "N"),
-    [(1, 5, 1), (1, 40, 300), (2, 33, 64), (3, 96, 31), (5, 7, 100), (7, 64, 577), (60, 300, 129)],
-)
-def test_packed_floats(M: int, K: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed or not, and whatever rows are beside it, a row's result is the definition's."""
-    rng = np.random.default_rng(K)
-    x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
-    given, wanted = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
-    assert_same_bits(same_everywhere(monkeypatch, "Product", given, N=N), wanted)
-    assert_same_bits(run("Product", {"x": x, "w": w}), wanted)
-    for first, end in ((0, 1), (M - 1, M), (M // 2, M)):
-        some = dict(given, x=x[None, first:end])
-        assert_same_bits(run("Product", some, threads=2, N=N)[0], wanted[first:end])
-
-
-def test_packed_floats_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(1)
-    x = rng.standard_normal((2, 3, 4, 20), np.float32)
-    w = rng.standard_normal((3, 20, 70), np.float32)
-    got = same_everywhere(monkeypatch, "Product", {"x": x, "w": panels_of(w)}, N=70)
-    assert_same_bits(got, exact.float_product(x, w))
-
-
-@pytest.mark.parametrize(("M", "K", "inner"), [(1, 20, 32), (7, 64, 288), (100, 31, 96)])
-def test_gated_floats(M: int, K: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(M)
-    x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, 2 * inner), np.float32)
-    given, both = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
-    got = same_everywhere(monkeypatch, "GatedProduct", given, N=2 * inner)
-    assert_same_bits(got, exact.gated(both[:, :inner], both[:, inner:]))
-    for outputs in (2 * inner - 1, 2 * inner - 64, 0, 1 << 62):
-        with pytest.raises(Exception, match="mtpbuild GatedProduct: "):
-            run("GatedProduct", given, N=outputs)
-
-
-def test_sums_of_nothing() -> None:
-    """No inputs, or no rows: what a product of them is, and no byte is read."""
-    x, w = np.zeros((3, 0), np.float32), np.zeros((2, 0, 32), np.float32)
-    assert_same_bits(run("Product", {"x": x, "w": w}, N=40), np.zeros((3, 40), np.float32))
-    none = {"x": np.zeros((0, 8), np.float32), "w": np.zeros((2, 8, 32), np.float32)}
-    assert run("Product", none, N=40).shape == (0, 40)
-
-
-@pytest.mark.parametrize("shape", [(7, 70), (3, 7, 64), (2, 5, 33)])
-def test_packing_floats_is_undone(shape: tuple[int, ...]) -> None:
-    weight = torch.randn(shape)
-    assert torch.equal(unpack_floats(pack_floats(weight), shape[-1]), weight)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_packing_is_undone(bits: int) -> None:
-    values, scales, _ = random_weight(np.random.default_rng(0), (3, 70, 96), bits)
-    packed, factors = pack_values(values), pack_scales(scales)
-    assert packed.shape == (3, 3, 3, 128 * bits)
-    assert factors.shape == (3, 3, 3, 32)
-    assert torch.equal(unpack_values(packed, 70), values)
-    assert torch.equal(unpack_scales(factors, 70), scales)
-
-
-def test_layout_in_8_bits() -> None:
-    """Output 41, the tenth of panel 1, has input 4 * 5 + 3 of a block in line 2 * 5 + 0."""
-    values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 8)
-    assert pack_values(values)[2, 1, 2, 64 * 10 + 4 * 9 + 3] == values[2, 41, 2, 23]
-
-
-def test_layout_in_4_bits() -> None:
-    """Output 51, the 20th of panel 1, has inputs 8 * 3 + 1 and 8 * 3 + 5 of a block in one byte."""
-    values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 4)
-    byte = pack_values(values)[2, 1, 2, 64 * 7 + 4 * 3 + 1]
-    assert byte & 0xF == values[2, 51, 2, 12] >> 4
-    assert byte >> 4 == values[2, 51, 2, 14] >> 4
-
-
-def test_many_scales_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Subnormal and negative scales are what fp16 says."""
-    bits = np.array([0x0001, 0x03FF, 0x8001, 0x0400, 0x7BFF, 0xFBFF, 0x8000, 0x3C00], np.uint16)
-    scales = np.tile(bits, 4).view(np.float16).reshape(32, 1)
-    values, _, integers = random_weight(np.random.default_rng(3), (32, 32), 8)
-    x = np.random.default_rng(4).standard_normal((1, 32), np.float32)
-    given = {"x": x, "values": pack_values(values).numpy()}
-    given["scales"] = pack_scales(torch.from_numpy(scales)).numpy()
-    got = same_everywhere(monkeypatch, "Product", given, N=32)
-    np.testing.assert_array_equal(got, exact.product(x, integers, scales))
-
-
-LARGEST = (1 << 63) - 1
 CALLS: dict[str, tuple[str, Arrays, dict[str, Any]]] = {
-    "integers": ("Product", product_operands(4, 3, 70, 64)[0], {"N": 70}),
-    "panels": ("Product", {"x": np.zeros((3, 8), F), "w": np.zeros((3, 8, 32), F)}, {"N": 70}),
-    "floats": ("Product", {"x": np.zeros((2, 32), F), "w": np.zeros((32, 8), F)}, {}),
     "norm": ("Norm", {"x": np.zeros((2, 32), F), "w": np.zeros(32, F)}, {"epsilon": 1e-6}),
     "attention": (
         "Attention",
@@ -397,21 +180,6 @@ CALLS: dict[str, tuple[str, Arrays, dict[str, Any]]] = {
     ),
 }
 SHAPES: dict[str, dict[str, list[tuple[int, ...]]]] = {
-    "integers": {
-        "x": [(3, 96), (3, 32), (0,), (3, 64, 32)],
-        "values": [
-            (7, 2, 512),
-            (2, 2, 512),
-            (3, 2, 500),
-            (3, 2, 128),
-            (3, 3, 512),
-            (6, 512),
-            (3, 0, 512),
-        ],
-        "scales": [(3, 2, 31), (2, 2, 32), (3, 32), (3, 1, 32)],
-    },
-    "panels": {"w": [(3, 7, 32), (3, 8, 31), (2, 8, 32), (1, 3, 8, 32), (3, 0, 32)]},
-    "floats": {"w": [(31, 8), (32,), (1, 32, 8), (2, 2, 32, 8)]},
     "norm": {"w": [(31,)]},
     "attention": {
         **{"q": [(2, 2, 1, 17)], "cache": [(2, 2, 40, 16)], "fresh": [(1, 1, 1, 16)]},
@@ -419,8 +187,6 @@ SHAPES: dict[str, dict[str, list[tuple[int, ...]]]] = {
     },
 }
 NUMBERS: dict[str, dict[str, list[int]]] = {
-    "integers": {"N": [0, -1, 64, 97, 1 << 40, -(1 << 63)]},
-    "panels": {"N": [-1, 64, 97, 1 << 40, -(1 << 63), LARGEST]},
     "attention": {"latent": [0, 17, -1, 1 << 62], "groups": [0, 2, -1], "values": [-1, 9, 1 << 62]},
 }
 
@@ -441,22 +207,16 @@ def test_damaged_operands(call: str) -> None:
 
 
 def test_a_missing_attribute() -> None:
-    given, _ = product_operands(4, 1, 32, 32)
+    given = {"x": np.zeros((1, 32), F), "w": np.zeros((1, 32, 32), F)}
     with pytest.raises(Exception, match="attribute N is missing"):
         run("GatedProduct", given)
 
 
 def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTPBUILD_CPU_ISA", "mmx")
-    given, _ = product_operands(4, 1, 32, 32)
+    given = {"x": np.zeros((1, 32), F), "w": np.zeros((1, 32, 32), F)}
     with pytest.raises(Exception, match="MTPBUILD_CPU_ISA is mmx; this machine has plain"):
         run("Product", given, N=32)
-
-
-def test_no_rows() -> None:
-    given, _ = product_operands(8, 1, 64, 32)
-    none = dict(given, x=np.zeros((0, 32), np.float32))
-    assert run("Product", none, N=64).shape == (0, 64)
 
 
 def test_sources_are_formatted() -> None:
@@ -468,6 +228,14 @@ def test_sources_are_formatted() -> None:
     command = [str(tool), style, "--dry-run", "-Werror", *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_constants_are_those_of_python() -> None:
+    floor = re.search(r"LOG_FLOOR = (.*)f;", (SOURCE / "maths.h").read_text())
+    assert floor is not None
+    assert F(floor[1]) == F(math.log(FLOOR)) == exact.FLOOR
+    assert f'DOMAIN[] = "{DOMAIN}"' in (SOURCE / "ops.cpp").read_text()
+    assert DOMAIN == onnx.DOMAIN
 
 
 def test_engines_name_the_operators_that_they_need() -> None:

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.plugins import accept_rewind, mla_packed, moe_route
-from mtpbuild.plugins.cpu.layout import pack_floats, pack_scales, pack_values
 from tests.support import exact
-from tests.support.cpu_kernels import attended, check_refused, random_weight, run, same_everywhere
+from tests.support.cpu_kernels import attended, check_refused, run, same_everywhere
+from tests.support.cpu_weights import draw_packed
 
 
 def rotated(
@@ -29,70 +29,18 @@ def rotated(
     return y
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rows(interleaved: bool, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(7)
-    B, T, Q, latent, half, S = 2, 3, 40, 24, 6, 9
-    width = latent + 2 * half
-    given: dict[str, Any] = {
-        "a": rng.standard_normal((B, T, Q + width), np.float32),
-        "q_norm": rng.standard_normal(Q, np.float32) if normed else None,
-        "kv_norm": rng.standard_normal(latent, np.float32),
-        "cos": rng.standard_normal((B, T, half), np.float32),
-        "sin": rng.standard_normal((B, T, half), np.float32),
-        "cache": rng.standard_normal((B, 1, S, width), np.float32),
-        "start": np.array([0, S - T]),
-    }
-    how = {"epsilon": 1e-6, "interleaved": int(interleaved)}
-    types = (np.float32, np.float32, np.float32)
-    q, fresh, cache = same_everywhere(monkeypatch, "LatentRows", given, types, **how)
-    a, cos, sin, norm = (given[name] for name in ("a", "cos", "sin", "kv_norm"))
-    wanted = a[..., :Q]
-    if given["q_norm"] is not None:
-        wanted = exact.norm(wanted.reshape(-1, Q), given["q_norm"], 1e-6).reshape(B, T, Q)
-    np.testing.assert_array_equal(q, wanted)
-    rows = exact.norm(a[..., Q : Q + latent].reshape(-1, latent), norm, 1e-6)
-    keys = rotated(a[..., Q + latent :], cos, sin, interleaved)
-    rows = np.concatenate([rows.reshape(B, T, latent), keys], axis=-1)[:, None]
-    np.testing.assert_array_equal(fresh, rows)
-    kept = given["cache"]
-    kept = kept.copy()
-    kept[0, :, :T], kept[1, :, S - T :] = rows[0], rows[1]
-    np.testing.assert_array_equal(cache, kept)
-    unwritten = run("LatentRows", {**given, "cache": None, "start": None}, types[:2], 1, **how)
-    np.testing.assert_array_equal(unwritten[0], q)
-    np.testing.assert_array_equal(unwritten[1], fresh)
-    given["start"] = np.array([0, S - T + 1])
-    with pytest.raises(Exception, match="3 rows from 7 on in a cache of 9"):
-        run("LatentRows", given, types, 1, **how)
-
-
-def heads(
-    rng: np.random.Generator, bits: int, H: int, K: int, N: int
-) -> tuple[NDArray[Any], NDArray[Any] | None, Any]:
-    """Return a packed weight by head, its scales, and what a head's rows [M, K] become of it."""
-    if bits == 32:
-        plain = rng.standard_normal((H, K, N)).astype(np.float32)
-        values = pack_floats(torch.from_numpy(plain)).numpy()
-        return values, None, lambda h, x: exact.float_product(x, plain[h])
-    stored, scales, integers = random_weight(rng, (H, N, K), bits)
-    packed = pack_values(stored).numpy(), pack_scales(scales).numpy()
-    return *packed, lambda h, x: exact.product(x, integers[h], scales[h].numpy())
-
-
-@pytest.mark.parametrize("bits", [(32, 32), (8, 8), (4, 32)])
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("int8", "int8"), ("int4", "float32")])
 @pytest.mark.parametrize(("B", "T", "interleaved"), [(1, 4, True), (2, 1, False), (1, 50, False)])
 def test_attention(
-    bits: tuple[int, int], B: int, T: int, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    kinds: tuple[str, str], B: int, T: int, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(B + T)
     H, n, latent, half, v, S = 3, 32, 64, 4, 20, 70
-    uk, uk_scales, absorb = heads(rng, bits[0], H, n, latent)
-    uv, uv_scales, project = heads(rng, bits[1], H, latent, v)
+    uk = draw_packed(rng, kinds[0], (H, latent, n))
+    uv = draw_packed(rng, kinds[1], (H, v, latent))
     given: dict[str, Any] = {
         "q": rng.standard_normal((B, T, H * (n + 2 * half)), np.float32),
-        **{"w_uk": uk, "uk_scales": uk_scales, "w_uv": uv, "uv_scales": uv_scales},
+        **{"w_uk": uk.values, "uk_scales": uk.scales, "w_uv": uv.values, "uv_scales": uv.scales},
         "cos": rng.standard_normal((B, T, half), np.float32),
         "sin": rng.standard_normal((B, T, half), np.float32),
         "cache": rng.standard_normal((B, 1, S, latent + 2 * half), np.float32),
@@ -107,17 +55,21 @@ def test_attention(
     nope = q[..., : H * n].reshape(B, T, H, n)
     pe = q[..., H * n :].reshape(B, T, H, 2 * half)
     pe = rotated(pe, cos[:, :, None], sin[:, :, None], interleaved)
-    absorbed = [absorb(h, nope[:, :, h].reshape(-1, n)).reshape(B, T, latent) for h in range(H)]
+    absorbed = [
+        uk.multiply(nope[:, :, h].reshape(-1, n), h).reshape(B, T, latent) for h in range(H)
+    ]
     queries = np.concatenate([np.stack(absorbed, 1), pe.transpose(0, 2, 1, 3)], axis=-1)
     rows: dict[str, Any] = {name: given[name] for name in ("cache", "fresh", "base", "first")}
     mixed = attended({"q": queries, **rows}, 0.2, latent)
-    values = [project(h, mixed[:, h].reshape(-1, latent)).reshape(B, T, v) for h in range(H)]
+    values = [uv.multiply(mixed[:, h].reshape(-1, latent), h).reshape(B, T, v) for h in range(H)]
     np.testing.assert_array_equal(got, np.concatenate(values, axis=-1))
 
     operands: list[Any] = [a if a is None else torch.from_numpy(a) for a in given.values()]
     wanted = mla_packed(*operands, 0.2, latent, v, interleaved).numpy()
     error = np.abs(got - wanted).max() / np.abs(wanted).max()
-    assert error < (1e-5 if bits == (32, 32) else 0.05)  # integers round their inputs to int8
+    assert error < (
+        1e-5 if kinds == ("float32", "float32") else 0.05
+    )  # integers round their inputs to int8
     check_refused("", "LatentAttention", {**given, "q": q[..., 1:].copy()}, (np.float32,), **how)
 
 

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.plugins.cpu.layout import pack_scales, pack_values
-from tests.support.cpu_kernels import Results, random_weight, run
+from tests.support.cpu_kernels import Results, run
+from tests.support.cpu_weights import random_weight
 from tests.support.isas import isas
 
 F, INT = np.float32, np.int64

@@ -13,14 +13,11 @@ from numpy.typing import NDArray
 
 from mtpbuild.plugins import (
     grouped_attention_flat,
-    grouped_rows,
     rotary_rows,
     take_rows,
     weigh_experts,
 )
-from mtpbuild.plugins.cpu.layout import pack_floats, pack_scales, pack_values
-from tests.support import exact
-from tests.support.cpu_kernels import check_refused, random_weight, run, same_everywhere
+from tests.support.cpu_kernels import check_refused, run, same_everywhere
 
 F, INT = np.float32, np.int64
 Given = dict[str, Any]
@@ -66,17 +63,6 @@ def test_join(kind: type, sizes: tuple[int, ...], axis: int) -> None:
     for wrong_shape in ([3, 2], [9, 9, 9]):
         other: NDArray[Any] = np.zeros(wrong_shape, kind)
         check_refused(".* beside", op, given | {"x1": other}, (kind,), axis=axis)
-
-
-def test_a_float_embedding() -> None:
-    table = np.random.default_rng(0).standard_normal((7, 5), np.float32)
-    given: Given = {"tokens": np.array([[0, 6, 3], [3, 3, 1]]), "table": table}
-    [got] = run("Embedding", given, (F,), 1)
-    np.testing.assert_array_equal(got, table[given["tokens"]])
-    for wrong in (7, -1):
-        check_refused(
-            f"no token {wrong} of 7", "Embedding", given | {"tokens": np.array([wrong])}, (F,)
-        )
 
 
 @pytest.mark.parametrize("V", [1, 16, 700, 5000])
@@ -135,96 +121,6 @@ def test_weighed_experts(always: int, monkeypatch: pytest.MonkeyPatch) -> None:
         check_refused("", "Weigh", given, (F,), **how | wrong)
 
 
-def grouped(T: int, H: int, G: int, D: int, half: int, others: int) -> Given:
-    rng = np.random.default_rng(D + H)
-    B, S = 2, 9
-    shapes: dict[str, tuple[int, ...]] = {"a": (B, T, (H + 2 * G) * D + others)}
-    shapes |= {"q_norm": (D,), "k_norm": (D,), "cos": (B, T, half), "sin": (B, T, half)}
-    shapes["cache"] = (B, 1, S, 2 * G * D)
-    given: Given = {name: rng.standard_normal(s, np.float32) for name, s in shapes.items()}
-    return given | {"start": np.array([0, S - T])}
-
-
-ROWS = ("GroupedRows", (F, F, F))
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize(
-    ("T", "H", "G", "D", "half", "others"),
-    [(3, 4, 2, 64, 32, 0), (1, 2, 1, 256, 32, 512), (2, 3, 3, 80, 16, 7)],
-)
-def test_grouped_rows(
-    normed: bool,
-    plus_one: bool,
-    T: int,
-    H: int,
-    G: int,
-    D: int,
-    half: int,
-    others: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = grouped(T, H, G, D, half, others)
-    if not normed:
-        given |= {"q_norm": None, "k_norm": None}
-    how: dict[str, Any] = {"heads": H, "groups": G, "width": D, "epsilon": 1e-6}
-    how["plus_one"] = int(plus_one)
-    q, fresh, cache = same_everywhere(monkeypatch, ROWS[0], given, ROWS[1], **how)
-    a, *norms, cos, sin, kept, _ = given.values()
-
-    def turned(x: NDArray[np.float32], norm: NDArray[Any] | None) -> NDArray[np.float32]:
-        x = x.reshape(2, T, -1, D)
-        if norm is not None:
-            weight = norm + F(1) if plus_one else norm
-            x = exact.norm(x.reshape(-1, D), weight, 1e-6).reshape(x.shape)
-        y, one, two = x.copy(), x[..., :half], x[..., half : 2 * half]
-        c, s = cos[:, :, None], sin[:, :, None]
-        y[..., :half], y[..., half : 2 * half] = one * c - two * s, two * c + one * s
-        return y.reshape(2, T, -1)
-
-    ends = np.cumsum([H * D, others, G * D])
-    queries, passed, keys, values = np.split(a, ends, axis=-1)
-    wanted = np.concatenate([turned(queries, norms[0]), passed], -1)
-    np.testing.assert_array_equal(q, wanted)
-    rows = np.concatenate([turned(keys, norms[1]), values], -1)
-    np.testing.assert_array_equal(fresh[:, 0], rows)
-    held = kept.copy()
-    held[0, 0, :T], held[1, 0, 9 - T :] = rows[0], rows[1]
-    np.testing.assert_array_equal(cache, held)
-    unwritten = run(ROWS[0], {**given, "cache": None, "start": None}, ROWS[1][:2], 1, **how)
-    np.testing.assert_array_equal(unwritten[1], fresh)
-    operands = dict(zip(given, tensors(given), strict=True))
-    order = [operands[name] for name in ("a", "q_norm", "k_norm", "cos", "sin")]
-    for found, each in zip((q, fresh), grouped_rows(*order, H, G, D, 1e-6, plus_one), strict=True):
-        np.testing.assert_allclose(found, each.numpy(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"heads": 9},
-        {"groups": 0},
-        {"groups": 3},
-        {"width": 0},
-        {"width": 1 << 60},
-        {"heads": 1 << 60, "width": 16},
-        {"q_norm": (63,)},
-        {"k_norm": (1, 64)},
-        {"cos": (2, 3, 31)},
-        {"cos": (2, 3, 40), "sin": (2, 3, 40)},
-        {"cache": (2, 1, 9, 255)},
-        {"start": (3,)},
-    ],
-)
-def test_damaged_grouped_rows(change: dict[str, Any]) -> None:
-    given, how = grouped(3, 4, 2, 64, 32, 0), {"heads": 4, "groups": 2, "width": 64}
-    sizes = {name: value for name, value in change.items() if name in how}
-    for name in change.keys() - sizes.keys():
-        given[name] = np.zeros(change[name], INT if name == "start" else F)
-    check_refused("", ROWS[0], given, ROWS[1], **how | sizes, epsilon=1e-6, plus_one=0)
-
-
 @pytest.mark.parametrize(("H", "G", "D"), [(4, 2, 64), (6, 1, 256)])
 def test_heads_side_by_side(H: int, G: int, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(D)
@@ -245,21 +141,3 @@ def test_heads_side_by_side(H: int, G: int, D: int, monkeypatch: pytest.MonkeyPa
     by_definition = grouped_attention_flat(*tensors(given), D**-0.5, H, G).numpy()
     np.testing.assert_allclose(got, by_definition, rtol=1e-4, atol=1e-5)
     check_refused("", "Attention", given, (F,), heads=H + 1, **how)
-
-
-@pytest.mark.parametrize("bits", [None, 8])
-def test_a_bias(bits: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product adds one number to each output, as it adds a sum."""
-    rng = np.random.default_rng(1)
-    N, K = 70, 64
-    given: Given = {"x": rng.standard_normal((2, 3, K), np.float32)}
-    if bits is None:
-        weight = torch.from_numpy(rng.standard_normal((K, N), np.float32))
-        given |= {"values": pack_floats(weight).numpy(), "scales": None}
-    else:
-        values, scales, _ = random_weight(rng, (N, K), bits)
-        given |= {"values": pack_values(values).numpy(), "scales": pack_scales(scales).numpy()}
-    bias = rng.standard_normal(N, np.float32)
-    [plain] = run("Product", given, (F,), 1, N=N)
-    [got] = same_everywhere(monkeypatch, "Product", given | {"norm": None, "sum": bias}, (F,), N=N)
-    np.testing.assert_array_equal(got, plain + bias)

@@ -39,13 +39,21 @@ def quantise(x: Floats, most: int = 127) -> tuple[NDArray[np.int32], Floats]:
     return values, np.where(usable, top / F(most), F(0)).astype(F)
 
 
-def product(x: Floats, w: NDArray[np.int32], scales: NDArray[np.float16]) -> Floats:
+def product(
+    x: Floats,
+    w: NDArray[np.int32],
+    scales: NDArray[np.float16],
+    minima: NDArray[np.float16] | None = None,
+) -> Floats:
     """x [M, K] times an integer weight [N, K / 32, 32] without its zero point -> [M, N]."""
     values, factors = quantise(x)
     total = np.zeros((len(x), len(w)), F)
     for b in range(w.shape[1]):
         sums = (values[:, b] @ w[:, b].T).astype(F)
         total = fma(sums, scales[None, :, b].astype(F) * factors[:, b, None], total)
+        if minima is not None:
+            inputs = values[:, b].sum(-1, keepdims=True).astype(F)
+            total = fma(minima[None, :, b].astype(F), inputs * factors[:, b, None], total)
     return total
 
 
