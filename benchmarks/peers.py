@@ -51,7 +51,7 @@ class Peer:
     name: str
     weights: str
     command: tuple[str, ...]
-    make: Callable[[], None] = lambda: None
+    make: Callable[[], object] = lambda: None
 
 
 @dataclass

@@ -253,7 +253,7 @@ def main() -> None:
                 servers.append(Server(name, start))
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
-            servers.append(Server(name, partial(contextlib.nullcontext, url)))
+            servers.append(Server(name, partial(contextlib.nullcontext[str], url)))
         for _ in range(arguments.rounds):
             for server in servers:
                 server.run(users, arguments.requests, arguments.tokens)
