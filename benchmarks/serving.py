@@ -89,6 +89,10 @@ def ours(engine: Path) -> Iterator[str]:
             process.terminate()
 
 
+def running(url: str) -> contextlib.AbstractContextManager[str]:
+    return contextlib.nullcontext(url)
+
+
 async def one(url: str, prompt: str, tokens: int, load: Load) -> None:
     """Request one streamed completion on a connection of its own; record its times in `load`."""
     asked = {
@@ -253,7 +257,7 @@ def main() -> None:
                 servers.append(Server(name, start))
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
-            servers.append(Server(name, partial(contextlib.nullcontext[str], url)))
+            servers.append(Server(name, partial(running, url)))
         for _ in range(arguments.rounds):
             for server in servers:
                 server.run(users, arguments.requests, arguments.tokens)
