@@ -8,6 +8,7 @@ in seconds do depend on it. The exit code is 1 if a figure is worse than the rec
 than its tolerance. --record writes benchmarks/results/check.json.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ from one.shapes import MOE, published
 from one.sides import WARM, decode, ours, prompt
 from rich.console import Console
 from rich.table import Table
-from script import TimedPrograms, parse_flags, run
+from script import run
 from serving import Server
 from serving import ours as serve_ours
 
@@ -119,14 +120,22 @@ def time_steps(
     engine: Engine, tokens: int, prompt: str | list[int]
 ) -> tuple[list[float], list[float]]:
     """Run one request; return each step's seconds inside the program, and between programs."""
-    timed: Any = TimedPrograms(engine._loaded.loop.programs)
-    engine._loaded.loop.programs = timed
-    stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
-    params = SamplingParams(tokens, ignore_eos=True, stop=stop)
-    list(engine.stream(prompt, params))
-    steps = timed.calls["step"]
-    between = [later - end for (_, end), (later, _) in pairwise(steps)]
-    return timed.seconds("step")[1:], between
+    programs: Any = engine._loaded.loop.programs
+    run_step = programs.step
+    calls = list[tuple[float, float]]()  # beginnings and ends
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        output = run_step(*arguments)
+        calls.append((start, time.perf_counter()))
+        return output
+
+    programs.step = timed
+    stop = ("\x00never\x00", "\x00ever\x00")
+    list(engine.stream(prompt, SamplingParams(tokens, ignore_eos=True, stop=stop)))
+    programs.step = run_step
+    inside = [end - start for start, end in calls[1:]]
+    return inside, [later - end for (_, end), (later, _) in pairwise(calls)]
 
 
 def host_share(engine: str, threads: int) -> float:
@@ -217,7 +226,10 @@ def report(found: dict[str, float], recorded: dict[str, Any]) -> tuple[Table, li
 
 
 def main() -> None:
-    arguments = parse_flags(__doc__, threads=2, record=False)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
     found = figures(arguments.threads)
     machine = describe_machine(arguments.threads)
     recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}

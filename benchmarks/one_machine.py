@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from one.adaptive import Adaptive
 from one.contexts import Contexts
 from one.machine import machine_of, measure_machine
 from one.prompts import Prompts
@@ -49,7 +48,6 @@ SECTIONS: dict[str, Section] = {
     "contexts": Contexts(MOE),
     "contexts-dense": Contexts(DENSE),
     "prompts": Prompts(),
-    "adaptive": Adaptive(),
     "hybrid": hybrid(HYBRIDS[0], 3),
     "hybrid-4b": hybrid(HYBRIDS[1], 2),
     "hybrid-9b": hybrid(HYBRIDS[2], 2),

@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from peer_process import PeerProcess
 from rich.console import Console
@@ -52,7 +51,7 @@ class Peer:
     name: str
     weights: str
     command: tuple[str, ...]
-    make: Callable[[], None] = lambda: None
+    make: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -66,7 +65,6 @@ class Measured:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by request
     times: dict[int, list[float]] = field(default_factory=dict)
     first: dict[int, list[float]] = field(default_factory=dict)  # prompt length -> seconds
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -113,7 +111,6 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
     return [
         hugging_face("eager"),
         hugging_face("mtp"),
-        *([] if quick else [hugging_face("compile")]),
         llama_cpp("f32"),
         llama_cpp("q8_0"),
         *(ours(n, "fp32") for n in fp32),
@@ -168,7 +165,6 @@ def measure(
                     if answer is not None:
                         each.first.setdefault(len(text), []).append(answer["times"][0])
         for each, worker in workers:
-            each.extra = worker.ask(extra="verify") or {}
             each.error = worker.error
     finally:
         for _, worker in workers:
@@ -207,34 +203,6 @@ def table(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
             f"{(each.memory or 0) / 1e6:.0f}",
             agreement(each, reference),
         )
-    return grid
-
-
-def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
-    """Compute this run's ratios for which benchmarks/results/2026-11-epyc.md states aims."""
-    grid = Table("ratio of tokens/s", *kinds)
-    rates = {
-        (m.peer.name, m.peer.weights): [m.rate(requests) for requests in kinds.values()]
-        for m in found
-        if not m.error
-    }
-    drafting, plain = ("mtpbuild nextn 3", "fp32"), ("mtpbuild nextn 0", "fp32")
-    f32, q8 = ("llama.cpp F32", "fp32"), ("llama.cpp Q8_0", "int8")
-    pairs = [
-        (drafting, plain),
-        (drafting, f32),
-        (plain, (REFERENCE, "fp32")),
-        (drafting, ("transformers mtp", "fp32")),
-        (("mtpbuild nextn 3", "int8"), q8),
-        (("mtpbuild nextn 0", "int8"), q8),
-    ]
-    for above, below in pairs:
-        if above in rates and below in rates:
-            values = (
-                f"{a / b:.2f}" if a and b else "-"
-                for a, b in zip(rates[above], rates[below], strict=True)
-            )
-            grid.add_row(f"{above[0]} {above[1]} / {below[0]} {below[1]}", *values)
     return grid
 
 
@@ -291,13 +259,10 @@ def main() -> None:
     for i, prompt in enumerate(asked):
         kinds.setdefault(prompt.kind, []).append(i)
     found = measure(wanted, arguments.threads, [p.token_ids for p in asked], output, console)
-    console.print(table(found, kinds), ratios(found, kinds))
+    console.print(table(found, kinds))
     for one in found:
         if one.error:
             console.print(f"{one.label}: {one.error}", style="red", markup=False)
-        if one.extra:
-            text = "  ".join(f"{name} {value:.3f}" for name, value in one.extra.items())
-            console.print(f"{one.peer.name}: {text}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = {"requests": len(asked), "output_len": output, "kinds": kinds}
     content = {

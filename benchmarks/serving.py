@@ -18,7 +18,10 @@ import asyncio
 import contextlib
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +32,7 @@ from urllib.parse import urlsplit
 from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
-from script import PEERS, convert, run, served
+from script import PEERS, convert, run
 
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
@@ -68,8 +71,22 @@ class Load:
 
 @contextlib.contextmanager
 def ours(engine: Path) -> Iterator[str]:
-    with served(engine) as (url, _):
-        yield url
+    """Run `mtpbuild serve` on a free port; yield its address.
+
+    The server's log is read and dropped, so that the server never waits for a reader.
+    """
+    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
+    command.append("--no-access-log")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next((line for line in process.stderr if line.startswith("serving")), None)
+        if line is None:
+            sys.exit(f"mtpbuild serve --engine {engine} ended with {process.wait()}")
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        try:
+            yield line.split()[-1]
+        finally:
+            process.terminate()
 
 
 def running(url: str) -> contextlib.AbstractContextManager[str]:

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from script import run_command
+from script import convert, run_command
 
 from one.cost import Counted, count
 from one.random_checkpoint import write_checkpoint
 from one.shapes import Shape
 
-PEER = Path(__file__).parents[1] / "peer"
 QUARTER = 4  # a reduced draft vocabulary has a quarter of the tokens
 
 
@@ -66,9 +65,8 @@ class Workshop:
         name = f"{self.shape.gguf}{'-mtp' if module else ''}.gguf"
         config, out = self.folder / "config.json", self.folder / name
         config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
-        script = [sys.executable, str(PEER / "gguf_file.py"), str(config), str(out)]
-        flags = ["--type", self.shape.gguf, *(["--module"] if module else [])]
-        sizes: dict[str, int] = json.loads(run_command([*script, *flags]))
+        flags = ["--module"] if module else []
+        sizes: dict[str, int] = json.loads(convert(config, out, self.shape.gguf, *flags))
         self._weigh()
         return out, sizes
 

@@ -1,4 +1,4 @@
-"""The models that `one_machine.py` measures: published shapes, and a small one with many experts.
+"""The models that `one_machine.py` measures, in published shapes.
 
 Weights are random: only a model's shape and the format of its weights matter here.
 """
@@ -14,20 +14,6 @@ from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_s
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
 HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b")
-# MOE's 64 experts at half the width: 0.95 billion parameters.
-SMALL = {
-    "hidden_size": 768,
-    "intermediate_size": 4480,
-    "moe_intermediate_size": 640,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 256,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 96,
-    "vocab_size": 32768,
-}
 GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cpp's counterpart
 
 
@@ -58,17 +44,10 @@ class Shape:
 
 def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
     """Return a recipe's shape with at most its first `layers` layers."""
-    return cut(recipe, of_recipe(recipe), layers, weights)
-
-
-def small(layers: int | None, weights: str) -> Shape:
-    return cut("0.95B, 64 experts", of_recipe(MOE) | SMALL, layers, weights)
-
-
-def cut(name: str, raw: dict[str, Any], layers: int | None, weights: str) -> Shape:
+    raw = of_recipe(recipe)
     every = raw["num_hidden_layers"]
     count = every if layers is None else min(layers, every)
-    return Shape(name, raw | {"num_hidden_layers": count}, weights, count == every)
+    return Shape(recipe, raw | {"num_hidden_layers": count}, weights, count == every)
 
 
 def of_recipe(name: str) -> dict[str, Any]:

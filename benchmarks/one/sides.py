@@ -77,16 +77,14 @@ def decode(
     filled: bool = True,
     rates: Sequence[float] | None = None,
     window: int = 1,
-    nextn: int | None = None,
 ) -> dict[str, Any]:
-    """Return an ask for side.py's `decode`; rates and nextn are for our side, a window for theirs.
+    """Return an ask for side.py's `decode`; rates are for our side, a window for theirs.
 
-    rates: how often the first draft, the first two and so on are accepted. (): no drafts, but the
-    same program. None: the greedy program, where the model judges the drafts. nextn: of all steps
-    of an adaptive engine, in place of its choice.
+    rates: how often the first draft, the first two and so on are accepted. None: the greedy
+    program, where the model judges the drafts.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
-    return ask | {"filled": filled, "rates": rates, "window": window, "nextn": nextn}
+    return ask | {"filled": filled, "rates": rates, "window": window}
 
 
 def prompt(length: int, times: int = 2) -> dict[str, Any]:

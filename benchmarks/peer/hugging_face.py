@@ -1,6 +1,5 @@
-"""Runs transformers in fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp|compile."""
+"""Runs transformers in fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp."""
 
-import functools
 import sys
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -8,8 +7,6 @@ from threading import Thread
 from typing import Any
 
 from worker import Generate, serve
-
-CONTEXT = 1536  # rows of a compiled step's cache, whose shape must not change
 
 
 class Tokens:
@@ -30,7 +27,7 @@ class Tokens:
 
 def load() -> Generate:
     import torch
-    from transformers import AutoModelForCausalLM, StaticCache
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     folder, threads, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -44,20 +41,9 @@ def load() -> Generate:
         first, count = model.config.num_hidden_layers, model.config.num_mtp_layers
         layers = "|".join(str(first + k) for k in range(count))
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.(?:{layers})\."]
-    if mode == "compile":  # compile steps, but not prompts, whose lengths vary
-        step = model.forward
-        compiled = torch.compile(step)
-
-        @functools.wraps(step)
-        def forward(**inputs: Any) -> Any:
-            return (compiled if inputs["input_ids"].shape[1] == 1 else step)(**inputs)
-
-        model.forward = forward
 
     def generate(prompt: list[int], count: int) -> Iterator[list[int]]:
         tokens, failures = Tokens(), list[BaseException]()
-        if mode == "compile":
-            options["past_key_values"] = StaticCache(model.config, max_cache_len=CONTEXT)
 
         def run() -> None:
             torch.set_num_threads(threads)  # each Python thread has its own setting

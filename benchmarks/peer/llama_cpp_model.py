@@ -71,13 +71,10 @@ class Context:
         self.batch = self.lib.llama_batch_init(CHUNK, 0, 1)
         self.memory = self.lib.llama_get_memory(self.handle)
 
-    def decode(self, tokens: Sequence[int], start: int, every: bool = False) -> None:
-        """Decode tokens of the first sequence from position `start` on.
-
-        every: compute the logits of all tokens, not only of the last.
-        """
+    def decode(self, tokens: Sequence[int], start: int) -> None:
+        """Decode tokens of the first sequence from position `start` on; keep the last's logits."""
         last = len(tokens) - 1
-        self.run([(t, start + i, 0, every or i == last) for i, t in enumerate(tokens)])
+        self.run([(t, start + i, 0, i == last) for i, t in enumerate(tokens)])
 
     def run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
         """Run one pass over rows of (token, position, sequence, whether its logits are wanted)."""

@@ -2,15 +2,14 @@
 
 import math
 import time
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from side import Answer, Ask, serve, tokens
 
 import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (imported before the clock starts)
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs, StepOutput
-from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
+from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
 POOL = 1024  # different rows in a filled cache
 
@@ -22,7 +21,7 @@ class Watched:
     """
 
     def __init__(self, programs: Any, caches: list[str]) -> None:
-        self._programs, self._caches, self._nextn = programs, caches, 0
+        self._programs, self._caches = programs, caches
         self.begin_watch(1, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -36,11 +35,6 @@ class Watched:
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
         self.emitted: list[int] = []
-        self.nextns: list[int] = []  # of an adaptive engine's steps
-
-    def draft(self, nextn: int) -> None:
-        self._nextn = nextn
-        self._programs.draft(nextn)
 
     def prefill(self, slot: int, start: int, tokens: Any) -> None:
         if self.filled is None:
@@ -51,7 +45,6 @@ class Watched:
         if int(active.sum()) == self.batch:
             self.ends.append(time.perf_counter())
             self.emitted.append(int(output.num_tokens.sum()))
-            self.nextns.append(self._nextn)
             if self.empty:
                 self._fill()
         return output
@@ -69,17 +62,6 @@ class Watched:
                 part = cache[:, :, start : start + POOL]
                 part[...] = pool[: part.shape[2]]
         self.empty = False
-
-
-class FixedNextn(StepLauncher):
-    """Steps of an adaptive engine with one number of drafts, in place of its choice."""
-
-    def __init__(self, nextn: int) -> None:
-        self._nextn = nextn
-
-    def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> ReadOutput:
-        cast(Adaptive, programs).draft(self._nextn)
-        return super().launch(programs, running, active, rows)
 
 
 class Ours:
@@ -104,22 +86,16 @@ class Ours:
         chunk = self.loop._chunk
         if ask["filled"]:
             self.loop._chunk = self.loop._chunk_beside = context
-        accepting = {} if rates is None else synthetic(rates) if rates else controlled(most)
+        accepting = {} if rates is None else synthetic(rates)
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
-        launcher = self.loop._launcher
-        if (nextn := ask.get("nextn")) is not None:
-            self.loop._launcher = FixedNextn(nextn)
         results = self.engine.generate(prompts, params)
         self.loop._chunk = self.loop._chunk_beside = chunk
-        self.loop._launcher = launcher
         ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
-        nextns = self.watched.nextns[1:]
         self.watched.begin_watch(1, None)
         distinct = len(set(ids)) / len(ids)
-        answer = {"steps": steps, "emitted": emitted, "nextns": nextns}
-        return answer | {"tokens": len(ids), "distinct": distinct}
+        return {"steps": steps, "emitted": emitted, "tokens": len(ids), "distinct": distinct}
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:
@@ -132,14 +108,6 @@ def synthetic(rates: list[float]) -> dict[str, Any]:
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_rates": rates,
     }
-
-
-def controlled(tokens: int) -> dict[str, Any]:
-    """Return parameters that make an engine without drafts run the program of `synthetic` requests.
-
-    They ban a token for as long as the request lasts.
-    """
-    return {"min_tokens": tokens, "stop_token_ids": [1]}
 
 
 if __name__ == "__main__":

@@ -14,14 +14,10 @@ from typing import Any
 STARTED = time.perf_counter()
 # Takes prompt ids and a number of tokens; yields the new tokens as they arrive.
 Generate = Callable[[list[int], int], Iterable[list[int]]]
-Extras = dict[str, Callable[[], dict[str, Any]]]
 
 
-def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> None:
-    """Report how long loading took, then answer lines of standard input until it ends.
-
-    extras: makes, after loading, the peer's answers to other questions, by their names.
-    """
+def serve(load: Callable[[], Generate]) -> None:
+    """Report how long loading took, then answer lines of standard input until it ends."""
     answer = open_answers()
     try:
         generate = load()
@@ -32,11 +28,7 @@ def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> 
     for text in sys.stdin:
         asked = json.loads(text)
         try:
-            if "extra" in asked:
-                known = extras()
-                answer(known[asked["extra"]]() if asked["extra"] in known else {})
-            else:
-                answer(timed(generate, asked["prompt"], asked["max_tokens"]))
+            answer(timed(generate, asked["prompt"], asked["max_tokens"]))
         except Exception as error:
             answer({"error": line(error)})
 

@@ -143,7 +143,7 @@ def stage_folder(
     written, or if another process builds the same engine.
     """
     place = out.resolve()  # if `out` is a link, its target is replaced
-    home = _find_staging_home(place, rank)
+    home = _staging_path(place, rank)
     try:
         with _lock(home, out):
             _restore_replaced(place)
@@ -167,7 +167,7 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     Parts of other inputs stay, and so do those of a running build.
     """
     place = out.resolve()
-    home = _find_staging_home(place, rank)
+    home = _staging_path(place, rank)
     with contextlib.suppress(OSError, BuildError):  # another build has it, or it can't be read
         if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
             with _lock(home, out):
@@ -176,11 +176,11 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
 
 def count_staged_bytes(out: Path, rank: int | None = None) -> int:
     """Return the bytes of the parts that an interrupted build left; 0 without such a build."""
-    home = _find_staging_home(out.resolve(), rank)
+    home = _staging_path(out.resolve(), rank)
     return sum(path.stat().st_size for path in home.rglob("*") if path.is_file())
 
 
-def _find_staging_home(place: Path, rank: int | None) -> Path:
+def _staging_path(place: Path, rank: int | None) -> Path:
     alone = "" if rank is None else f".{name_rank(rank)}"
     return place.parent / f".{place.name}{alone}.building"
 

@@ -1,6 +1,6 @@
 """The benchmark: build, load, measure in turn, compute, write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,12 +11,7 @@ from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.lab.bench.engines import EnginePair, build_engines
 from mtpbuild.lab.bench.figures import make_rows
 from mtpbuild.lab.bench.measure import Contender, measure
-from mtpbuild.lab.bench.report import (
-    Benchmark,
-    list_csv_rows,
-    make_batches_json,
-    make_bench_json,
-)
+from mtpbuild.lab.bench.report import Benchmark, make_json
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.prompts import Dataset, load_groups, split_groups
 from mtpbuild.lab.show.results import check_writable, write_results
@@ -53,7 +48,7 @@ class BenchRequest:
 
 
 def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
-    """Measure, and write bench.json, bench.csv and the pictures.
+    """Measure, and write bench.json.
 
     Returns a benchmark per concurrency, smallest first. Raises the errors of builds and engines.
     """
@@ -91,7 +86,7 @@ def bench(request: BenchRequest, watch: Watch = ignore) -> list[Benchmark]:
             )
             for size, by_nextn in measured.items()
         ]
-    write_benchmarks(reports, request.out)
+    write_results(request.out, "bench", make_json(reports))
     return reports
 
 
@@ -105,9 +100,3 @@ def load_contender(built: EnginePair, request: BenchRequest, stack: ExitStack) -
     engine = opened(built.folder)
     verifier = None if built.verifier is None else opened(built.verifier)
     return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
-
-
-def write_benchmarks(reports: Sequence[Benchmark], out: Path) -> None:
-    """Write the figures as JSON and CSV."""
-    document = make_batches_json(reports) if len(reports) > 1 else make_bench_json(reports[0])
-    write_results(out, "bench", document, list_csv_rows(reports))

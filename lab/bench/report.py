@@ -66,8 +66,10 @@ def make_bench_json(report: Benchmark) -> dict[str, Any]:
     }
 
 
-def make_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
-    """Make the JSON of several concurrencies; `runs` has the JSON of each alone."""
+def make_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
+    """Make the JSON of one concurrency, or of several; `runs` has the JSON of each alone."""
+    if len(reports) == 1:
+        return make_bench_json(reports[0])
     return {
         "batches": [
             {
@@ -80,15 +82,6 @@ def make_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
         ],
         "runs": [make_bench_json(report) for report in reports],
     }
-
-
-def list_csv_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
-    """List the CSV's rows: the figures of each concurrency, nextn and kind of prompt."""
-    for report in reports:
-        for row in report.rows:
-            names = {"concurrency": report.concurrency, "nextn": row.nextn, "drafter": row.drafter}
-            for kind, figures in row.kinds.items():
-                yield names | {"kind": kind} | figures
 
 
 def explain_output_difference(settings: dict[str, Any]) -> str | None:

@@ -9,10 +9,10 @@ from typing import Any
 from mtpbuild.builder.flags import EvalFlags
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.lab.eval.problems import Settings, answer_problems, load_problems
-from mtpbuild.lab.eval.report import Evaluation, make_rows, write_evaluation
+from mtpbuild.lab.eval.report import Evaluation, make_eval_json, make_rows
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.runs import STRICT
-from mtpbuild.lab.show.results import check_writable
+from mtpbuild.lab.show.results import check_writable, write_results
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.errors import UsageError
@@ -64,7 +64,7 @@ def evaluate(request: EvalRequest, watch: Watch = ignore) -> Evaluation:
             },
             rows=make_rows(graded),
         )
-    write_evaluation(report, request.out)
+    write_results(request.out, "eval", make_eval_json(report))
     return report
 
 

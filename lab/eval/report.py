@@ -11,7 +11,6 @@ from mtpbuild.lab.eval.problems import GradedAnswer
 from mtpbuild.lab.measure import statistics
 from mtpbuild.lab.measure.statistics import ALL, Estimate
 from mtpbuild.lab.show.pictures import Line, Panel, Picture, write_machine_note
-from mtpbuild.lab.show.results import write_results
 from mtpbuild.runtime import Manifest
 from mtpbuild.runtime.tables import Row, print_lines, print_table
 
@@ -143,16 +142,6 @@ def make_eval_json(report: Evaluation) -> dict[str, Any]:
             for row in report.rows
         ],
     }
-
-
-def write_evaluation(report: Evaluation, out: Path) -> None:
-    """Write the figures as JSON, and as CSV with a line per setting and form."""
-    rows = (
-        {"setting": row.name, "form": form, **figures}
-        for row in report.rows
-        for form, figures in row.forms.items()
-    )
-    write_results(out, "eval", make_eval_json(report), rows)
 
 
 def list_settings(rows: Sequence[SettingRow]) -> Iterator[Row]:

@@ -1,8 +1,9 @@
 """`mtpbuild study`: which drafts were accepted, from traces, by their place and certainty."""
 
+import csv
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,12 @@ def study(paths: Sequence[Path], out: Path) -> list[TraceStudy]:
     """Read traces and write study.json and study.csv; raise UsageError."""
     check_writable(out)
     studies = [study_trace(read_trace(path)) for path in paths]
-    rows = ({"trace": str(s.trace.path), **asdict(draft)} for s in studies for draft in s.drafts)
-    write_results(out, "study", {"traces": [make_study_json(study) for study in studies]}, rows)
+    write_results(out, "study", {"traces": [make_study_json(study) for study in studies]})
+    with (out / "study.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["trace", *(column.name for column in fields(JudgedDraft))])
+        writer.writeheader()
+        for study in studies:
+            writer.writerows({"trace": study.trace.path, **asdict(draft)} for draft in study.drafts)
     return studies
 
 

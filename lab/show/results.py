@@ -1,9 +1,8 @@
 """Writing of a measurement's results into a folder."""
 
-import csv
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,9 @@ def check_writable(out: Path) -> None:
         raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
 
 
-def write_results(
-    out: Path, name: str, document: dict[str, Any], rows: Iterable[Mapping[str, Any]]
-) -> None:
-    """Write NAME.json, and NAME.csv with a line per row."""
+def write_results(out: Path, name: str, document: dict[str, Any]) -> None:
+    """Write NAME.json."""
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    flat = [dict(_flatten(row)) for row in rows]
-    names = dict.fromkeys(name for row in flat for name in row)
-    with (out / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*names])
-        writer.writeheader()
-        writer.writerows(flat)
 
 
 def draw_pictures(out: Path, pictures: Mapping[str, Picture]) -> list[str]:
@@ -47,14 +38,3 @@ def draw_pictures(out: Path, pictures: Mapping[str, Picture]) -> list[str]:
             kind = type(error).__name__
             problems.append(f"{path}: can't be drawn ({kind}: {take_first_line(error)})")
     return problems
-
-
-def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """List the values within objects and lists, each with the path to it."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, part in value.items():
-        yield from _flatten(part, f"{name}.{key}" if name else str(key))

@@ -1,6 +1,5 @@
 """The arithmetic of `mtpbuild bench` against figures made by hand, and how it is written down."""
 
-import csv
 import json
 from itertools import product
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from mtpbuild.builder.cli.shared import print_written_results
 from mtpbuild.builder.plan.plan import Nextn
-from mtpbuild.lab.bench.bench import write_benchmarks
 from mtpbuild.lab.bench.figures import (
     NextnResult,
     find_disagreements,
@@ -32,7 +30,7 @@ from mtpbuild.lab.measure.statistics import (
     sum_drafting,
     summarise,
 )
-from mtpbuild.lab.show.results import check_writable
+from mtpbuild.lab.show.results import check_writable, write_results
 from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import answer, by_hand, contender, made_by_hand
 from tests.support.stand_ins import importing
@@ -215,34 +213,14 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
 ) -> None:
     with importing({"matplotlib": None}):
         check_writable(tmp_path / "out")
-        write_benchmarks([made_by_hand()], tmp_path / "out")
+        write_results(tmp_path / "out", "bench", make_bench_json(made_by_hand()))
         pictures = list_pictures([made_by_hand()])
         path = tmp_path / "out" / "bench.json"
         print_written_results(path, False, lambda: print("tables"), pictures)
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / 'bench.json'}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json", "bench.csv"}
-
-
-def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
-    """A line per nextn and kind, with the JSON's keys; lists and objects have dotted columns."""
-    report = made_by_hand()
-    write_benchmarks([report], tmp_path)
-    with (tmp_path / "bench.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    document = json.loads((tmp_path / "bench.json").read_text())
-    results = {str(result["nextn"]): result for result in document["results"]}
-    kinds = ("all", "code", "talk")
-    assert [(line["nextn"], line["kind"]) for line in lines] == list(product("02", kinds))
-    for line in lines:
-        told = results[line["nextn"]]
-        told = told if line["kind"] == "all" else told["kinds"][line["kind"]]
-        assert float(line["median_itl_ms"]) == told["median_itl_ms"]
-        assert float(line["speedup.value"]) == told["speedup"]["value"]
-        rates = told["spec_decode_per_position_acceptance_rates"]
-        name = "spec_decode_per_position_acceptance_rates.0"
-        assert line[name] == (str(rates[0]) if rates else "")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json"}
 
 
 def test_the_picture_of_steps_has_all_of_them() -> None:

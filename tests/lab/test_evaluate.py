@@ -1,6 +1,5 @@
 """`mtpbuild eval`: its problems, its arithmetic, the command. Never how fast it was."""
 
-import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -252,11 +251,6 @@ def test_the_command(here: Path) -> None:
     assert {form: f["right"] for form, f in last["forms"].items()} == {"form 0": 0, "form 1": 0}
     assert {p["answer"] for p in last["problems"]} == {"8"}
     assert (here / "eval_results" / "eval.png").read_bytes().startswith(b"\x89PNG")
-    lines = [*csv.DictReader((here / "eval_results" / "eval.csv").read_text().splitlines())]
-    assert [(line["setting"], line["form"]) for line in lines[:3]] == [
-        *(("strict", form) for form in ("all", "form 0", "form 1"))
-    ]
-    assert (len(lines), lines[6]["right"], lines[6]["against_strict.lost"]) == (9, "0", "8")
 
 
 def test_above_temperature_0(here: Path) -> None:
