@@ -67,8 +67,8 @@ def check_rows(
         for one, other in zip(got[:2], wanted, strict=False):
             np.testing.assert_allclose(one, other.float().numpy(), rtol=near, atol=1e-5)
         if suffix == "Int8":
-            both = [read_rows(torch.as_tensor(x), sections) for x in (got[2], wanted[2])]
-            np.testing.assert_allclose(*both, atol=float(both[0].abs().max()) / 100)
+            rows, right = (read_rows(torch.as_tensor(x), sections) for x in (got[2], wanted[2]))
+            np.testing.assert_allclose(rows, right, atol=float(rows.abs().max()) / 100)
         else:
             np.testing.assert_allclose(got[2], wanted[2].float(), rtol=near, atol=1e-5)
         results[suffix] = got
@@ -228,8 +228,8 @@ def test_rounding_to_int8(size: float) -> None:
     again = rounded(small, [40, 40])
     assert held[0, 0, 1, :80].tobytes() == again[:80].tobytes()
     assert finite(held[0, 0]).all(-1).tolist() == [True, bool(size < 9e6)]
-    both = [read_rows(torch.from_numpy(x), [40, 40]) for x in (held[0, 0, 1], again)]
-    np.testing.assert_array_equal(*both)
+    rows, right = (read_rows(torch.from_numpy(x), [40, 40]) for x in (held[0, 0, 1], again))
+    np.testing.assert_array_equal(rows, right)
 
 
 def test_rounding_to_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,8 +119,10 @@ def listing(what: str) -> dict[str, Any]:
                 target.style,
             )
             model = make_model(table, target.style, "cpu")
-            kinds = [(n, w.shape, str(w.dtype)[6:]) for n, w in model.named_parameters()]
-            weights = {name: torch.from_numpy(np.zeros(*kind)) for name, *kind in kinds}
+            weights = {
+                name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype)[6:]))
+                for name, weight in model.named_parameters()
+            }
             found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
         else:
             named, os.environ["XDG_CACHE_HOME"] = spy(trt), scratch
