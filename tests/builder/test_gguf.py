@@ -196,7 +196,7 @@ def test_folders_and_shards(tmp_path: Path) -> None:
     checkpoint = open_gguf(tmp_path)
     assert len({entry.file for entry in checkpoint.tensors.values()}) == 2
     write_gguf(tmp_path / "b.gguf", c, tensors, usual(Type.Q8_0))
-    with pytest.raises(CheckpointError, match="several models: name one of its files: a-00001-of-"):
+    with pytest.raises(CheckpointError, match="several models; name one of its files: a-00001-of-"):
         find_model(str(tmp_path))
     (tmp_path / "a-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"shard a-00002-of-00002\.gguf is missing; resume"):

@@ -67,6 +67,12 @@ def test_a_rank_that_dies_or_hangs(
     check_death(engine, number, 4, monkeypatch)
 
 
+def check_too_few_gpus(engine: Path) -> None:
+    code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
+    says = "2 ranks need a GPU each, this machine has 1: spread them over machines with"
+    assert (code, err) == (2, f"error: {engine}: {says} torchrun\n")
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_where_it_does_not_run(
     name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,9 +82,7 @@ def test_where_it_does_not_run(
         engine = make(checkpoint, tmp_path / "engine", tp=2, **flags)
         if read_manifest(engine).target.compute_capabilities:
             monkeypatch.setenv(eager_ranks.GPUS, "1")
-            code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
-            says = "2 ranks need a GPU each, this machine has 1: spread them over machines with"
-            assert (code, err) == (2, f"error: {engine}: {says} torchrun\n")
+            check_too_few_gpus(engine)
     (engine / "rank1").rename(tmp_path / "elsewhere")
     with pytest.raises(EngineFileError, match=" --rank 1 --out ") as caught:
         require_ranks(engine, read_manifest(engine), [1])

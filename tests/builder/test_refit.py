@@ -117,7 +117,7 @@ class TestQuick:
         config |= {name: config[name] * 2 for name in names}
         config["rope_scaling"] |= {"factor": 5, "beta_fast": 9, "beta_slow": 2, "mscale": 2.0}
         (other / "config.json").write_text(json.dumps(config))
-        self.refused(engine, other, "rms_norm_eps 1e-06 -> 2e-06", " and 1 more: build it anew")
+        self.refused(engine, other, "rms_norm_eps 1e-06 -> 2e-06", " and 1 more; build it anew")
 
     def test_other_number_formats(self, engine: Path, tmp_path: Path) -> None:
         """`refused` checks the line, and that the engine and its folder stay as they were."""

@@ -124,9 +124,9 @@ def with_states(raw: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda raw: raw["build"].update(nextn=1), "state window: window 4 is not what it says"),
-        (lambda raw: raw["build"].update(max_batch=2), "state kv.0: batch 1 is not what"),
-        (lambda raw: raw["build"].update(capacity=70), "state kv.0: rows 68 is not what"),
+        (lambda raw: raw["build"].update(nextn=1), "state window: window 4 contradicts the rest"),
+        (lambda raw: raw["build"].update(max_batch=2), "state kv.0: batch 1 contradicts"),
+        (lambda raw: raw["build"].update(capacity=70), "state kv.0: rows 68 contradicts"),
         (lambda raw: raw["build"].update(max_seq_len=100), "lookahead or capacity does not fit"),
         (lambda raw: raw.update(lookahead=0), "lookahead 0 is not that of its programs"),
         (lambda raw: raw["model"].update(vocab_size=-1), "model.vocab_size: .* greater than"),
