@@ -142,6 +142,25 @@ class StepError(RunError):
     """An exception from a program's own run; all requests end with it."""
 
 
+def make_step_error(error: BaseException) -> EngineError:
+    """Return an exception of a program's run as an error that ends all requests."""
+    if isinstance(error, RankError | StepError):
+        return error
+    what = "" if isinstance(error, EngineError) else "a step failed: "
+    failure = StepError(what + take_first_line(error))
+    failure.__cause__ = error
+    return failure
+
+
+@contextlib.contextmanager
+def running_program() -> Iterator[None]:
+    """Let an exception of the block, which runs a program, end all requests."""
+    try:
+        yield
+    except Exception as error:
+        raise make_step_error(error) from error
+
+
 class NotFiniteError(RunError):
     """Logits of a request that are NaN or infinite; other requests go on."""
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Shared
-from mtpbuild.runtime.engine.loop import Loop, step_failure
-from mtpbuild.runtime.errors import EngineError, take_first_line
+from mtpbuild.runtime.engine.loop import Loop
+from mtpbuild.runtime.errors import EngineError, make_step_error, take_first_line
 from mtpbuild.runtime.requests.request import Request
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Driver:
                 self._loop.step()
             except BaseException as error:  # Ctrl-C too, as it leaves the step incomplete
                 if self._stepper == threading.get_ident():
-                    self._loop.fail(step_failure(error))
+                    self._loop.fail(make_step_error(error))
                 if not isinstance(error, Exception):
                     raise
             finally:

@@ -7,9 +7,9 @@ alone. An exception in a program's own run is a failure of the engine and ends a
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from mtpbuild.runtime.errors import (
     NotFiniteError,
     RankError,
     StepError,
-    take_first_line,
+    running_program,
 )
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.requests.request import Request, TokenLogprobs
@@ -39,8 +39,6 @@ from mtpbuild.runtime.requests.scheduler import Filling, Scheduler
 from mtpbuild.runtime.requests.stats import AcceptanceCounter, AcceptanceWatch
 
 log = logging.getLogger("mtpbuild")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,8 @@ class Loop:
     def close(self, error: EngineError) -> None:
         """Save the rows of ended requests, and end all others with an error."""
         if self._launched is None:
-            self.release()
+            with contextlib.suppress(StepError):  # all requests end anyhow
+                self.release()
         self.fail(error)
         self._launcher.close()
         if self.prefix_cache is not None:
@@ -224,11 +223,13 @@ class Loop:
             end = self.prefix_cache.end_of_chunk(filling, end)
         tokens = self._cut_chunk(request.prompt, at, end)
         if (count := request.params.prompt_logprobs) is None:
-            _run(self.programs.prefill, slot, at, tokens)
+            with running_program():
+                self.programs.prefill(slot, at, tokens)
         else:
             following = request.prompt[at + 1 : end + 1]
             ids = np.array(following, np.int64)
-            scores = _run(cast(Scoring, self.programs).score, slot, at, tokens, ids)
+            with running_program():
+                scores = cast(Scoring, self.programs).score(slot, at, tokens, ids)
             if not np.isfinite(scores.logprobs).all():
                 raise _make_not_finite_error("in the prompt")
             request.prompt_logprobs += _list_alternatives(following, scores, np.s_[:], count)
@@ -263,33 +264,15 @@ class Loop:
             self._close_gaps()
 
 
-def _run(program: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Run a program; raise its exceptions as failures of the engine."""
-    try:
-        return program(*arguments, **named)
-    except Exception as error:
-        raise step_failure(error) from error
-
-
 @contextlib.contextmanager
 def _log_failed_save() -> Iterator[None]:
     """Log an exception of a block that saves rows; its request does not fail."""
     try:
         yield
-    except RankError:
+    except (RankError, StepError):
         raise
     except Exception:
         log.exception("the rows of a prompt could not be saved")
-
-
-def step_failure(error: BaseException) -> EngineError:
-    """Return an exception of a step as an error that ends all requests."""
-    if isinstance(error, RankError | StepError):
-        return error
-    what = "" if isinstance(error, EngineError) else "a step failed: "
-    failure = StepError(what + take_first_line(error))
-    failure.__cause__ = error
-    return failure
 
 
 def _make_not_finite_error(where: str) -> NotFiniteError:

@@ -24,7 +24,13 @@ from mtpbuild.runtime.contract.programs import (
     Programs,
     StepOutput,
 )
-from mtpbuild.runtime.errors import EngineError, RankError, RequestFailedError, UsageError
+from mtpbuild.runtime.errors import (
+    EngineError,
+    RankError,
+    RequestFailedError,
+    StepError,
+    UsageError,
+)
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import find_own_folders, find_own_rank
 
@@ -71,7 +77,7 @@ class Calls:
         failure = None
         try:
             ending = REFUSED if getattr(self._programs, name)(*arguments) is False else DONE
-        except RankError:
+        except (RankError, StepError):  # StepError: the work ran programs, as attention-DP's does
             raise
         except Exception as error:
             ending, failure = FAILED, error

@@ -12,6 +12,7 @@ import numpy as np
 
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
+from mtpbuild.runtime.errors import running_program
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs.slots import Slots
 
@@ -77,10 +78,11 @@ class AttentionDP(Slots):
                 chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
                 if rank != self._rank:
                     continue
-                if chunk is None:
-                    self._prefill_padding(size - self.lookahead)
-                else:
-                    super().prefill(*chunk)
+                with running_program():  # also in `move` and `finite`
+                    if chunk is None:
+                        self._prefill_padding(size - self.lookahead)
+                    else:
+                        super().prefill(*chunk)
 
     def _find_own_active(self, active: Bools) -> Bools:
         """Run the queued chunks; return which of this rank's slots are active in a step."""

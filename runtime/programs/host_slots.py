@@ -23,6 +23,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
 )
 from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.errors import running_program
 from mtpbuild.runtime.programs.mapped_weights import allocate
 from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, list_result_specs
 
@@ -109,7 +110,8 @@ class HostSlots(Slots):
             tokens = np.array([*(token for token, _ in missed), carries["window"][slot, 0]])
             inputs = self._make_prompt_inputs(carries["lengths"][slot] - len(missed), tokens)
             hidden = np.stack([hidden for _, hidden in missed])[None]
-            self._run_chunk(FILL_DRAFTER, slot, inputs | {HIDDEN: hidden})
+            with running_program():  # also in `save_rows`
+                self._run_chunk(FILL_DRAFTER, slot, inputs | {HIDDEN: hidden})
             self._missed[slot] = []
 
     def _run_chunk(self, program: str, slot: int, inputs: Arrays) -> Arrays:

@@ -15,8 +15,10 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Dimension, Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.contract.state import make_rows_spec, step_spec
+from mtpbuild.runtime.errors import StepError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.group.lead import Calls
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cpu import CpuAttentionDPPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaAttentionDPPrograms
@@ -178,6 +180,20 @@ def test_prompts_are_filled_in_together(ranks: list[AnyPrograms]) -> None:
     assert caches[1][0, :5].tolist() == [*range(200, 205)]
     assert caches[1][1, :4].tolist() == [*range(300, 304)]
     assert not caches[1][1, 4:].any()
+
+
+@pytest.mark.parametrize("call", ["move", "finite"])
+def test_a_queued_chunk_that_fails_is_a_failed_step(ranks: list[AnyPrograms], call: str) -> None:
+    """Host work runs it, but its failure leaves other requests without their rows."""
+
+    def fail(chunk: int) -> None:
+        raise MemoryError("no room for a chunk")
+
+    for programs, other in zip(ranks, reversed(range(RANKS)), strict=True):
+        programs._prefill_padding = fail  # type: ignore[method-assign]
+        programs.prefill(other * SLOTS, 0, np.arange(5))
+        with pytest.raises(StepError, match=r"^a step failed: no room for a chunk$"):
+            Calls(programs, programs._channel).do_host_work(call, (0, 1))
 
 
 def test_steps(ranks: list[AnyPrograms]) -> None:

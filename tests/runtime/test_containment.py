@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Stream
@@ -28,6 +29,15 @@ from tests.support.live_server import until
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 VICTIM = [9, 8, 7, 6, 5, 4, 3]
 TWENTY = SamplingParams(max_tokens=20, ignore_eos=True)
+
+
+# What the exception at a place says, if it is not `raise_once`'s.
+PLANTED = {
+    "constrain": "no row of the mask",
+    "follow": "index out of bounds",
+    "hand out": "no space left on device",
+    "end": "no space left on device",
+}
 
 
 class Panic(BaseException):
@@ -50,18 +60,19 @@ class Observer:
 
 
 class Grammar:
-    """Allows everything, and raises at `make_next_constraint` or at `take`."""
+    """Allows everything, and raises at the place `at`."""
 
     def __init__(self, at: str) -> None:
         self.at, self.kept = at, 99
 
-    def make_next_constraint(self, drafts: Any) -> Constraint:
-        if self.at == "ahead":
-            raise Panic("index out of bounds")
-        raise AssertionError("these programs take no constraint")
+    def make_next_constraint(self, drafts: list[int]) -> Constraint:
+        if self.at == "constrain":
+            raise Panic(PLANTED["constrain"])
+        return Constraint(drafts, len(drafts), np.empty((0, 0), np.int32))
 
     def take(self, token: int) -> None:
-        raise Panic("index out of bounds")
+        if self.at == "follow":
+            raise Panic(PLANTED["follow"])
 
 
 def make_engine(slots: int = 3) -> tuple[Engine, FakePrograms]:
@@ -72,13 +83,18 @@ async def ask(engine: Engine) -> list[int]:
     return [t async for c in engine.astream(VICTIM, TWENTY) for t in c.token_ids]
 
 
-def raise_once(owner: Any, name: str, count: int = 0) -> Callable[[], None]:
+NO_MEMORY = MemoryError("unable to allocate 1.2 GiB\nfor an array")
+
+
+def raise_once(
+    owner: Any, name: str, count: int = 0, error: Exception = NO_MEMORY
+) -> Callable[[], None]:
     """Let call number `count` of a method raise, from now on; return what undoes it."""
     real, calls = getattr(owner, name), itertools.count()
 
     def planted(*given: Any, **named: Any) -> Any:
         if next(calls) == count:
-            raise MemoryError("unable to allocate 1.2 GiB\nfor an array")
+            raise error
         return real(*given, **named)
 
     setattr(owner, name, planted)
@@ -100,17 +116,14 @@ def plant(place: str, engine: Engine, programs: FakePrograms, request: Request) 
             return raise_once(programs, "load_rows")
         case "fill":
             return raise_once(loop, "_cut_chunk")
-        case "constrain":
-            request.grammar = Grammar("ahead")
+        case "constrain" | "follow":
+            request.grammar = cast(Any, Grammar(place))
         case "hand out":
             request.observer = Observer("step")
         case "score":
             return raise_once(loop_module, "_list_alternatives")
         case "detokenise":
             return raise_once(request._text, "push", 3)
-        case "follow":
-            request.grammar = Grammar("take")
-            return raise_once(loop, "_constrain", 99_999)
         case "end":
             request.observer = Observer("end")
         case _:
@@ -153,7 +166,8 @@ def test_the_request_alone_ends(place: str) -> None:
         victim = engine.stream(VICTIM, settings)
         after = engine.stream([13, 14], TWENTY)
         undo = plant(place, engine, programs, victim._request)
-        with pytest.raises(RequestFailedError, match=r"^the request failed: [^\n]+$"):
+        says = PLANTED.get(place, "unable to allocate 1.2 GiB")
+        with pytest.raises(RequestFailedError, match=rf"^the request failed: {says}$"):
             victim.result()
         undo()
         assert before.result().token_ids == continuation([10, 11, 12], 200)
@@ -178,6 +192,19 @@ def test_storing_costs_the_rows_alone(call: int, cached: int) -> None:
         result = engine.generate(longer, TWENTY)
         assert result.token_ids == continuation(longer, 20)
         assert result.metrics.cached_tokens == cached
+
+
+def test_a_program_that_fails_while_rows_are_stored_ends_all() -> None:
+    """As a slot's drafter does, which is filled before its rows are saved."""
+    engine, programs = make_engine()
+    with engine:
+        undo = raise_once(programs, "save_rows", error=StepError("a step failed: no memory"))
+        streams = [engine.stream([n, n + 1, n + 2, n + 3], TWENTY) for n in (20, 30)]
+        for stream in streams:
+            with pytest.raises(StepError, match=r"^a step failed: no memory$"):
+                stream.result()
+        undo()
+        assert engine.generate(VICTIM, TWENTY).token_ids == continuation(VICTIM, 20)
 
 
 def test_a_move_that_fails_ends_the_request_that_moves() -> None:

@@ -107,20 +107,12 @@ EVERY = (*CONTROLS, *CONSTRAINTS)
 ASK = {"prompt": "hello", "max_tokens": 4, "temperature": 0}
 
 
-class Drafts(list[list[int]]):
-    """Drafts of the slots, none of which a constraint is asked about."""
-
-    def __call__(self, slot: int) -> list[int]:
-        return []
-
-
 class Filled(FakePrograms):
     """Slots that write controls as a target's do, and take no notice of constraints."""
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
         self.features |= {Feature.CONSTRAIN}
-        self.drafts = Drafts(self.drafts)
         shapes = list_control_shapes(manifest.build.nextn, 64, V)
         self.places = {control.name: (shapes[control.name], control.dtype) for control in CONTROLS}
 

@@ -14,7 +14,7 @@ from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, StepControls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Constraint, Ints, Piece, StepOutput
 from mtpbuild.runtime.contract.state import make_rows_spec
 from mtpbuild.runtime.prefix_cache.cache import PrefixCache
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
@@ -108,10 +108,7 @@ class FakePrograms:
 
     It checks the loop's promises: chunks in order and of the right size, the tokens after a chunk,
     enough rows, no missing row of a prefix, no gap below a running slot of a rank, and no move to
-    another rank. `steps` counts decode steps; `turns` has a letter for each chunk and step; `slots`
-    has how many slots each step computed (on the fullest rank), `moves` each move's slots, and
-    `told` each nextn that an adaptive engine's loop chose, `cleared` the slots that were cleared.
-    The next step raises `fail`. A slot that knows the token `damage` has logits of NaN.
+    another rank.
     """
 
     def __init__(
@@ -128,19 +125,19 @@ class FakePrograms:
         self.capacity = manifest.build.max_seq_len + manifest.window  # cache rows
         B = manifest.build.slots
         self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
-        self.drafts: list[list[int]] = [[] for _ in range(B)]
+        self.pending: list[list[int]] = [[] for _ in range(B)]  # a slot's drafts
         self.controls = [GREEDY] * B
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
-        self.slots: list[int] = []
+        self.slots: list[int] = []  # computed by each step, on the fullest rank
         self.moves: list[tuple[int, int]] = []
         self.saved_rows: dict[int, list[int]] = {}  # a slot's tokens, by number
         self.most_saved = 0  # rows at any time
         self.turns: list[str] = []  # c for a chunk, s for a step
-        self.told: list[int] = []
-        self.cleared: list[int] = []
-        self.damage = -1
-        self.steps = 0
-        self.fail: BaseException | None = None
+        self.told: list[int] = []  # each nextn that an adaptive engine's loop chose
+        self.cleared: list[int] = []  # slots
+        self.damage = -1  # a slot that knows this token has logits of NaN
+        self.steps = 0  # of decoding
+        self.fail: BaseException | None = None  # the next step raises it
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         assert tokens.dtype == np.int64
@@ -155,13 +152,13 @@ class FakePrograms:
     def begin(self, slot: int, length: int, newest: int, controls: StepControls = GREEDY) -> None:
         self.controls[slot] = controls
         self.history[slot] = [*self.history[slot][:length], newest]
-        self.drafts[slot] = []
+        self.pending[slot] = []
 
     def move(self, source: int, target: int) -> None:
         self.moves.append((source, target))
         assert source // self.build.max_batch == target // self.build.max_batch
         self.history[target], self.history[source] = self.history[source], []
-        self.drafts[target], self.drafts[source] = self.drafts[source], []
+        self.pending[target], self.pending[source] = self.pending[source], []
         self.controls[target] = self.controls[source]
 
     def finite(self, slot: int, rows: int) -> bool:
@@ -204,10 +201,16 @@ class FakePrograms:
     def draft(self, nextn: int) -> None:
         self.told.append(nextn)
         self.window = nextn + 1
-        self.drafts = [drafts[:nextn] for drafts in self.drafts]
+        self.pending = [drafts[:nextn] for drafts in self.pending]
+
+    def drafts(self, slot: int) -> list[int]:
+        return self.pending[slot]
+
+    def constrain(self, slot: int, constraint: Constraint) -> None:
+        self.propose(slot, constraint.drafts, constraint.kept)
 
     def propose(self, slot: int, drafts: Sequence[int], kept: int = 0) -> None:
-        self.drafts[slot][kept:] = drafts[kept:]
+        self.pending[slot][kept:] = drafts[kept:]
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         if self.fail:
@@ -227,8 +230,8 @@ class FakePrograms:
         logprobs, margins = np.zeros((2, B, T), np.float32)
         for b in np.flatnonzero(active).tolist():
             assert rows >= len(self.history[b]) - 1 + T, "rows must bound every active slot"
-            num_drafts[b] = len(self.drafts[b])
-            window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.drafts[b]]
+            num_drafts[b] = len(self.pending[b])
+            window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.pending[b]]
             emitted = self._accept(b)
             counts[b] = n = len(emitted)
             tokens[b, :n], logprobs[b, :n], margins[b, :n] = zip(*emitted, strict=True)
@@ -245,7 +248,7 @@ class FakePrograms:
     def _accept(self, b: int) -> list[tuple[int, float, float]]:
         """Judge and make a slot's drafts; return tokens, log-probabilities and margins."""
         history, emitted = self.history[b], []
-        for draft in [*self.drafts[b], None]:
+        for draft in [*self.pending[b], None]:
             emitted.append((self.next_token(history), 0.0, 0.0))
             history.append(emitted[-1][0])
             if history[-1] != draft:
@@ -255,7 +258,7 @@ class FakePrograms:
             right = self.next_token(guess)
             wrong = (right + 1) % 250
             guess.append(right if self.draft_is_right(len(guess)) else wrong)
-        self.drafts[b] = guess[len(history) :]
+        self.pending[b] = guess[len(history) :]
         return emitted
 
 
