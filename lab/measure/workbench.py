@@ -39,10 +39,11 @@ class EngineWorkbench:
     def finish(self, folder: Path, name: str, stages: Stages, *, exact: bool) -> None:
         """Probe an engine that may be exact; time the steps of an adaptive one."""
         manifest = read_manifest(folder)
-        if manifest.build.exact is not None or manifest.split:
+        if manifest.split:
             return
-        with stages("probe"):
-            record_probe(folder, name, manifest, exact=exact)
+        if manifest.build.exact is None:
+            with stages("probe"):
+                record_probe(folder, name, manifest, exact=exact)
         if manifest.build.adaptive:
             from mtpbuild.runtime.engine.step_times import BUILD_SECONDS, open_step_times
             from mtpbuild.runtime.programs import load_programs

@@ -47,13 +47,14 @@ def folder(tiny_engine: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Yield the example's two replicas, on a port of the test's own."""
-    output = yaml.safe_load(EXAMPLE.read_text())
-    output["http_options"]["port"] = port = free_port()
-    (application,) = output["applications"]
+    config = yaml.safe_load(EXAMPLE.read_text())
+    config["http_options"]["port"] = port = free_port()
+    (application,) = config["applications"]
+    assert application["args"]["engine"] == "engines/tiny_n3", "what docs/serving.md builds"
     application["args"]["engine"] = str(folder)
     application["deployments"][0]["ray_actor_options"]["num_cpus"] = 0.1
     place = tmp_path_factory.mktemp("ray") / "ray.yaml"
-    place.write_text(yaml.safe_dump(output))
+    place.write_text(yaml.safe_dump(config))
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     with (
         (place.parent / "log").open("w") as log,
