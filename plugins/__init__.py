@@ -55,11 +55,10 @@ OPS = {op._name: op for op in EMPTY_RESULTS}
 NODE_FACETS: FacetTable = {op._name: "node" for op in NODES}  # operators of the CPU's library
 
 # The ops for which PyTorch calls a facet on CUDA tensors; other ops run their reference.
-PRODUCTS = matmul_scaled, matmul_wide, moe
 CUDA: FacetTable = dict.fromkeys(
     (
-        *("accept_rewind", "choose_rows", "kv_write", "mla_attention", "moe_route"),
-        *(op._name for op in PRODUCTS),
+        *("accept_rewind", "choose_rows", "kv_write", "matmul_scaled", "matmul_wide"),
+        *("mla_attention", "moe", "moe_route"),
     ),
     "triton",
 )

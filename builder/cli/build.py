@@ -173,7 +173,7 @@ def quantize(
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
-    """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
+    """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or mtpbuild's integers."""
     from mtpbuild.builder.cli.tables import print_quantized
     from mtpbuild.runtime.errors import explain_missing_package
 

@@ -88,7 +88,7 @@ def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...
         raise UsageError(f"--tp and --ep are for target {can}: leave them out")
     if request.rank is not None:
         if request.ranks.tp == 1:
-            raise UsageError("--rank is one of several: say --tp, how many they are")
+            raise UsageError(f"--rank {request.rank} needs --tp, the number of ranks")
         in_range(request.rank, 0, request.ranks.tp - 1, "--rank")
     target.check(request)
 
@@ -113,7 +113,10 @@ def check_style(
 
 
 def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, ...]) -> str:
-    """Return the end of an engine folder's name, which tells the request from the default one."""
+    """Return the end of an engine folder's name: target, types, draft vocabulary, rules and ranks.
+
+    Requests that differ in other flags share a folder: the later build replaces the earlier one.
+    """
     suffix = f"_{request.target}" if style.for_gpu else ""
     suffix += "_bf16" if style.dtype == "bfloat16" else ""
     suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""

@@ -242,4 +242,7 @@ def _list_supporting() -> str:
 
 def _check_name(name: str) -> None:
     if not NAME.fullmatch(name):
-        raise UsageError(f"prefix {name}: letters, digits, dots and dashes, 64 at most")
+        raise UsageError(
+            f"prefix {name}: a name has 1 to 64 letters, digits, dots, dashes and underscores, and "
+            "begins with a letter or digit"
+        )

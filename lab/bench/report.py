@@ -143,7 +143,7 @@ def describe_load(machine: dict[str, Any]) -> str:
     threads = machine["threads"]
     loads = machine["load_average"]
     text = f"{machine['cpu']}, {machine['cores']} cores, "
-    text += f"{threads} threads" if threads else "threads as onnxruntime chooses"
+    text += f"{threads} threads" if threads else "threads by default (--threads auto)"
     return text + (f", load {loads[0]:.1f} at the start" if loads else "")
 
 

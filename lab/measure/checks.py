@@ -20,9 +20,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-TOKENS = 8
-LENGTHS = (3, 20)  # of the probe: tokens of each text, lengths of the prompts
-ROUNDED = 0.5  # compare.MOST for integers and bfloat16, whose products also round their inputs
+TOKENS = 8  # of each text of the probe
+LENGTHS = (3, 20)  # of the probe's prompts
+# In place of LARGEST_DIFFERENCE, for integers and bfloat16, whose products also round their inputs.
+ROUNDED = 0.5
 
 
 @dataclass(frozen=True)

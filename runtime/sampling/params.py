@@ -199,7 +199,9 @@ class SamplingParams:
     # `max_tokens` may then be 0.
     prompt_logprobs: int | None = setting(None, check_integer(0, MAX_LOGPROBS))
     # The form of the answer. If the prompt has opened a thought, it begins after the thought.
-    structured_outputs: StructuredOutputs | None = private(None, check_instance(StructuredOutputs))
+    structured_outputs: StructuredOutputs | None = penalty(
+        None, check_instance(StructuredOutputs), http=False
+    )
     # Reuse the rows of earlier prompts only if these had the same salt.
     cache_salt: str | None = setting(None, check_text(1, MAX_SALT))
     # Special tokens whose names are added to the text; others add no text.

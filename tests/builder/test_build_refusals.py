@@ -70,7 +70,7 @@ REFUSED = [
     ("--tp 3 --target inductor", "--tp 3 does not divide num_attention_heads 4;"),
     ("--tp 2 --ep 8 --target inductor", "--ep 8 does not divide both --tp 2 and"),
     ("--attention-dp", "--attention-dp is for several ranks: say --tp, how many they are"),
-    ("--rank 0 --target inductor", "--rank is one of several: say --tp, how many they are"),
+    ("--rank 0 --target inductor", "--rank 0 needs --tp, the number of ranks"),
     ("--tp 4 --rank 4 --target inductor", "--rank 4 is outside 0..3"),
     ("--tp 4 --rank=-1 --target inductor", "--rank -1 is outside 0..3"),
     ("--draft-vocab 5 --tp 2 --target inductor", "--draft-vocab needs an engine of one rank"),
@@ -82,7 +82,7 @@ REFUSED = [
     ("--allreduce-strategy ring --target inductor", "--allreduce-strategy ring is unknown; suppor"),
     # Files
     ("--prefix missing.txt", "missing.txt: can't be read"),
-    ("--prefix .txt", "prefix .txt: letters, digits"),
+    ("--prefix .txt", "prefix .txt: a name has 1 to 64"),
     ("--prefix ../F --prefix ../F", "--prefix: two files have the same name"),
     ("--prefix ../F --target inductor --tp 2", "--prefix is for engines of onnxruntime or induc"),
 ]  # fmt: skip

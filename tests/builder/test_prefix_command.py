@@ -120,7 +120,7 @@ def test_a_token_that_spans_the_border_ends_the_match(tiny_engine: Callable[...,
     ("flags", "says"),
     [
         ("--name x", "give --file or --messages"),
-        ("--name ../x --file FILE", "prefix ../x: letters, digits"),
+        ("--name ../x --file FILE", "prefix ../x: a name has 1 to 64"),
         ("--name x --file missing.txt", "missing.txt: can't be read"),
         ("--name x --messages FILE", "can't be read"),
         ("--name x --file LONG", "this engine takes"),

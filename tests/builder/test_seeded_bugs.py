@@ -38,7 +38,7 @@ def judged(drafts: Any) -> Patch:
 
 
 def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
-    norm, forward = CausalLM.logits, CausalLM.forward
+    logits, forward = CausalLM.logits, CausalLM.forward
 
     def wrong_forward(self: CausalLM, *args: Any) -> Any:
         final, self.norm = self.norm, torch.nn.Identity()  # type: ignore[assignment]
@@ -48,7 +48,7 @@ def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
             self.norm = final
 
     def wrong_logits(self: CausalLM, hidden: Tensor) -> Tensor:
-        return norm(self, self.norm(hidden) if hidden.shape[1] > 1 else hidden)
+        return logits(self, self.norm(hidden) if hidden.shape[1] > 1 else hidden)
 
     patch.setattr(CausalLM, "forward", wrong_forward)
     patch.setattr(CausalLM, "logits", wrong_logits)
@@ -113,8 +113,8 @@ def stale_past_hidden(take: Any, x: Tensor, start: Tensor, count: int) -> Any:
     return take(x, (start - 1).clamp(min=0) if stale else start, count)
 
 
-def modules_do_not_chain(norm: Any, self: MTPModule, x: Tensor) -> Any:
-    """Give module 2 the main model's hiddens, as TensorRT-LLM's vanilla does."""
+def shifted_hidden_states(norm: Any, self: MTPModule, x: Tensor) -> Any:
+    """Hand the next module hidden states whose features are shifted by one."""
     return norm(self, x).roll(1, dims=-1) if x.shape[1] > 1 else norm(self, x)
 
 
@@ -157,7 +157,11 @@ BUGS: dict[str, tuple[Patch, tuple[str, int, Any], str]] = {
     "swapped halves, vanilla": (SWAPPED, VANILLA, DRAFTS),
     "a window of K slots": (wrapped(draft.Vanilla, "__init__", window_of_k_slots), VANILLA, DRAFTS),
     "stale past hidden": (wrapped(draft, "take_rows", stale_past_hidden), VANILLA, DRAFTS),
-    "modules do not chain": (wrapped(MTPModule, "norm", modules_do_not_chain), VANILLA, DRAFTS),
+    "hidden states are shifted": (
+        wrapped(MTPModule, "norm", shifted_hidden_states),
+        VANILLA,
+        DRAFTS,
+    ),
 }
 
 

@@ -223,6 +223,8 @@ def test_what_can_not_be_compared(a: Path, b: Path) -> None:
     refused("request 0: model fake in ", a, first(model="other"))
     params = json.loads(a.read_text(encoding="utf-8").splitlines()[0])["params"]
     refused("request 0: top_p 1.0 in ", a, first(params=params | {"top_p": 0.5}))
+    form = {"structured_outputs": {"json_object": True}}
+    refused("request 0: structured_outputs None in ", a, first(params=params | form))
     hot = params | {"temperature": 1.0, "seed": 1}
     refused("request 0: temperature 0.0 in ", a, first(params=hot))
     refused("request 0: seed 1 in ", b, edit(b, lambda x: x[0]["params"].update(seed=2), a))

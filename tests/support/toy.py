@@ -64,7 +64,7 @@ class Toy(FakePrograms):
     def judged(self, b: int) -> list[tuple[int, float, float]]:
         """Judge a slot's drafts; return emitted tokens with log-probabilities and margins."""
         emitted = []
-        drafts = zip(self.drafts[b], self.laws[b], strict=True)
+        drafts = zip(self.pending[b], self.laws[b], strict=True)
         for draft in [*drafts, None]:
             logits = self.said(b, self.history[b][-1])
             token, margin = self.judge(b, logits, draft)
@@ -97,7 +97,7 @@ class Toy(FakePrograms):
 
     def make_drafts(self, b: int) -> None:
         controls, history = self.controls[b], list(self.history[b])
-        self.drafts[b], self.laws[b] = [], []
+        self.pending[b], self.laws[b] = [], []
         for _ in range(self.window - 1):
             logits = self.drafter[history[-1]]
             token, law = int(logits.argmax()), np.zeros(V)
@@ -105,7 +105,7 @@ class Toy(FakePrograms):
             if controls.temperature > 0 and controls.sampled_drafts:
                 law = distribution(logits, controls)
                 token = self.drawn(law, self.numbers[b][DRAFT][len(history)])
-            self.drafts[b].append(token)
+            self.pending[b].append(token)
             self.laws[b].append(law)
             history.append(token)
 
@@ -194,11 +194,11 @@ class Damaged(Toy):
     """Drafts tokens that are never right, as damaged modules do."""
 
     def make_drafts(self, b: int) -> None:
-        self.drafts[b], last = [], self.history[b][-1]
+        self.pending[b], last = [], self.history[b][-1]
         for _ in range(self.window - 1):
             last = int(self.logits[last].argmin())
-            self.drafts[b].append(last)
-        self.laws[b] = [np.eye(V)[token] for token in self.drafts[b]]
+            self.pending[b].append(last)
+        self.laws[b] = [np.eye(V)[token] for token in self.pending[b]]
 
 
 def toy_engine(kind: type[Toy], nextn: int = 2, **build: Any) -> Engine:

@@ -105,7 +105,7 @@ struct Tensor {
     std::vector<int64_t> sizes = shape;
     return sizes.back() = size, sizes;
   }
-  // Returns the product of sizes first .. end - 1, which `numbers` has bounded.
+  // Returns the product of sizes first .. end - 1, which `check_sizes` has bounded.
   int64_t count(size_t first, size_t end) const {
     int64_t all = 1;
     for (size_t i = first; i < end; i++) all *= shape[i];
