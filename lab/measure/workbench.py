@@ -45,15 +45,19 @@ class EngineWorkbench:
             with stages("probe"):
                 record_probe(folder, name, manifest, exact=exact)
         if manifest.build.adaptive:
-            from mtpbuild.runtime.engine.step_times import BUILD_SECONDS, open_step_times
-            from mtpbuild.runtime.programs import load_programs
-
             with stages("time steps"):  # so that the first load on this machine need not
-                programs = load_programs(folder, manifest)
-                open_step_times(programs, manifest, None, BUILD_SECONDS)
+                time_steps(folder, manifest)
 
 
 WORKBENCH = EngineWorkbench()
+
+
+def time_steps(folder: Path, manifest: Manifest) -> None:
+    """Time the steps of an adaptive engine on this machine, into the user's cache."""
+    from mtpbuild.runtime.engine.step_times import BUILD_SECONDS, open_step_times
+    from mtpbuild.runtime.programs import load_programs
+
+    open_step_times(load_programs(folder, manifest), manifest, None, BUILD_SECONDS)
 
 
 def record_probe(folder: Path, name: str, manifest: Manifest, *, exact: bool) -> None:

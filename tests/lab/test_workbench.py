@@ -1,18 +1,14 @@
 """The instruments of a build: what is done with a finished engine."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mtpbuild.builder.stages import Stages
-from mtpbuild.lab.measure import checks
-from mtpbuild.lab.measure.workbench import WORKBENCH
-from mtpbuild.runtime import programs
+from mtpbuild.lab.measure import checks, workbench
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.engine import step_times
 from tests.support.engines import write_engine
-from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.fakes import fake_manifest
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -30,13 +26,8 @@ def test_an_engine_is_probed_and_timed(
         done.append("probe")
         return checks.ProbeResult(("threads",))
 
-    def time_steps(loaded: Any, *others: object) -> None:
-        assert isinstance(loaded, FakePrograms)
-        done.append("times")
-
     monkeypatch.setattr(checks, "probe", probe)
-    monkeypatch.setattr(programs, "load_programs", lambda folder, manifest: FakePrograms(manifest))
-    monkeypatch.setattr(step_times, "open_step_times", time_steps)
-    WORKBENCH.finish(folder, "e", Stages(), exact=False)
+    monkeypatch.setattr(workbench, "time_steps", lambda folder, manifest: done.append("times"))
+    workbench.WORKBENCH.finish(folder, "e", Stages(), exact=False)
     assert done == ["probe"] * (exact is None) + ["times"] * adaptive
     assert read_manifest(folder).build.exact is (exact is None)

@@ -11,11 +11,13 @@ from typing import Any, cast
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
+from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import TracedProgram
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.lab.measure import workbench
 from mtpbuild.runtime.contract.manifest import TensorSpec, read_manifest
 from mtpbuild.runtime.contract.programs import MIXED
 from tests.support.registry import registered
@@ -57,14 +59,17 @@ def in_place_of(name: str, **replaced: Any) -> Iterator[None]:
         yield
 
 
-def quick_target(name: str, **replaced: Any) -> contextlib.AbstractContextManager[None]:
-    """Put a target in place whose programs are neither traced nor compiled.
+@contextlib.contextmanager
+def quick_target(name: str, **replaced: Any) -> Iterator[None]:
+    """Put a target in place whose programs are neither traced nor compiled, nor timed.
 
     A build takes milliseconds, and everything around the compiler is real.
     """
     methods: dict[str, Any] = {"trace": no_trace, "lower": two_bytes}
     methods["explain_inexact"] = lambda files: "its graphs are two bytes"
-    return in_place_of(name, **methods | replaced)
+    untimed = override_attribute(workbench, "time_steps", lambda folder, manifest: None)
+    with in_place_of(name, **methods | replaced), untimed:
+        yield
 
 
 def greedy_only() -> contextlib.AbstractContextManager[None]:
