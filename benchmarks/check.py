@@ -87,7 +87,7 @@ FIGURES = {
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
     "prompt": Figure("4 layers of 10B: tokens/s of a prompt over a step's", 0.25, 15, True),
-    "int8": Figure("a step behind 1,950 tokens: int8 caches over fp32", 0.1, 0.75),
+    "int8": Figure("a step after 1,950 tokens: int8 caches over fp32", 0.1, 0.75),
 }
 LAYERS, CACHED = 4, 1950
 
@@ -148,7 +148,7 @@ def host_share(engine: str, threads: int) -> float:
 
 
 def int8_caches(threads: int) -> float:
-    """Measure a step behind CACHED tokens with int8 caches over one with fp32 caches."""
+    """Measure a step after CACHED tokens with int8 caches over one with fp32 caches."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = list[Engine]()
         for caches in ("int8", "float32"):

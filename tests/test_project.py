@@ -382,6 +382,19 @@ def test_names_of_locals_say_what_is_in_them() -> None:
     assert not too_often, "name them by what they hold"
 
 
+def test_docstrings_of_properties_are_nouns() -> None:
+    """A property reads as an attribute: "The bytes of ..", where a function has "Return ..".."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for _, path in sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef)
+        and {"property", "cached_property"} & {*map(ast.unparse, node.decorator_list)}
+        and (ast.get_docstring(node) or "").startswith("Return")
+    ]
+    assert not wrong, "say what it is"
+
+
 def test_nothing_compares_a_targets_name() -> None:
     """A target owns its words: a value of it answers, not an `if` on what it is called."""
     found = {

@@ -58,7 +58,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         weightless.check_slices(model, plans.ranks[: request.ranks.ep], stages.watch)
     if why := plans.explain_small_disk(model):
         lacking[why] = None
-    weight_file_bytes = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    weight_file_bytes = model.weight_bytes
     loaded = {out: target.count_loaded_weights(model, plan) for out, plan in plans.engines.items()}
     with stages("export"):
         graphs = weightless.export(model, plans.engines.values(), target.trace, stages.watch)

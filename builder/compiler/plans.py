@@ -29,9 +29,9 @@ from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.context import USUAL, choose_context, count_weights_bytes
 from mtpbuild.builder.plan.machine import THIS_MACHINE, Room, explain_small_disk, measure_memory
 from mtpbuild.builder.plan.plan import (
-    ADAPTIVE_NEXTN,
     Plan,
     choose_drafter,
+    count_drafts,
     count_state_bytes,
     make_state_specs,
 )
@@ -174,7 +174,7 @@ class Plans:
 
         They share one weights file for each rank, unless their programs hold the weights too.
         """
-        weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+        weights = model.weight_bytes
         shared = apart = already = 0
         for out, ranks in self.missing().items():
             plan = self.engines[out]
@@ -212,11 +212,11 @@ def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Pl
     suffix = name_suffix(request, style, ids)
     engines = dict[Path, Plan]()
     for asked in nextns:
-        nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
+        nextn = count_drafts(asked)
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             out = out / f"{source.engine}_n{asked}{suffix}"
-        engines[out] = plan = Plan(
+        engines[out] = Plan(
             config=config,
             nextn=nextn,
             drafter=choose_drafter(config, asked, request.drafter),
@@ -232,13 +232,14 @@ def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Pl
             score=request.score,
             draft_ids=ids,  # nextn 0 too: engines of one build share their weights
         )
+    largest = max(engines.values(), key=lambda plan: plan.nextn)  # takes the most memory
     settings, last = read_quantisation(source.folder), config.num_hidden_layers - 1
     stored = {name_stored_format(settings, PRODUCT.format(last, part)) for part in PARTS}
     for scheme in [request.scheme] if request.scheme else [SCHEMES[name] for name in stored]:
-        target.check_formats((scheme.main, scheme.mtp, scheme.head), plan)
+        target.check_formats((scheme.main, scheme.mtp, scheme.head), largest)
     # Engines with our kernels take memory only for the rows of their caches that are in use.
     if request.max_seq_len is None and style.packs_weights and length < limit:
-        length = find_longest_context(plan, limit, source.folder)
+        length = find_longest_context(largest, limit, source.folder)
         engines = {out: replace(plan, max_seq_len=length) for out, plan in engines.items()}
     for out in engines:
         layout.check_place(out, source.name, force=request.force)

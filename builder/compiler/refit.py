@@ -70,8 +70,8 @@ def refit(
     watch("check checkpoint")
     new = open_model(engine, old, model, target, mtp)
     log_notes(new)
-    weights = sum(p.numel() * p.element_size() for p in new.model.parameters())
-    if why := explain_small_disk(engine, weights, "free some, or build the engine elsewhere"):
+    remedy = "free some, or build the engine elsewhere"
+    if why := explain_small_disk(engine, new.weight_bytes, remedy):
         raise BuildError(f"{engine}: {why}")
 
     prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}

@@ -39,7 +39,7 @@ class RawTensor:
 
     @property
     def row(self) -> int:
-        """Return the bytes of a row."""
+        """The bytes of a row."""
         return self.shape[-1] // self.block * self.size
 
     def read(self, expert: int | None = None) -> Bytes:

@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def constrained(self) -> bool:
-        """Return whether steps take masks of the tokens that a grammar allows.
+        """Whether steps take masks of the tokens that a grammar allows.
 
         The host writes masks between two steps, after it has read the window. Programs for a GPU
         take none, since their kernels and CUDA graphs can't read them; nor do several ranks.
@@ -116,6 +116,11 @@ def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
+def count_drafts(nextn: Nextn) -> int:
+    """Return the most drafts of a step."""
+    return ADAPTIVE_NEXTN if nextn == "auto" else nextn
+
+
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
@@ -130,7 +135,8 @@ def choose_drafter(
                 f"--nextn auto drafts by {EAGLE}: each step of {asked} makes the same number of "
                 "drafts"
             )
-        nextn, asked = ADAPTIVE_NEXTN, asked or EAGLE
+        asked = asked or EAGLE
+    nextn = count_drafts(nextn)
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:

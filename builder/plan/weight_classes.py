@@ -46,7 +46,7 @@ class WeightClass:
 
     @property
     def format(self) -> str:
-        """Return the format of most of its bytes."""
+        """The format of most of its bytes."""
         return self.formats.most_common(1)[0][0]
 
 

@@ -102,8 +102,13 @@ class OpenedModel:
         return self.format.block if self.format is not None and self.format.packs else None
 
     @property
+    def weight_bytes(self) -> int:
+        """The bytes of one rank's weights."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
     def may_narrow_caches(self) -> bool:
-        """Return whether caches may be narrower than fp32: if our kernels read integer weights."""
+        """Whether caches may be narrower than fp32: if our kernels read integer weights."""
         return self.style.packs_weights and self.block_size is not None
 
 

@@ -104,7 +104,7 @@ class Target:
 
     def count_loaded_weights(self, model: "OpenedModel", plan: "Plan") -> int:
         """Count the bytes of weights that an engine's programs hold together at run time."""
-        return sum(p.numel() * p.element_size() for p in model.model.parameters())
+        return model.weight_bytes
 
     def explain_inexact(self, files: Iterable[Path]) -> str | None:
         """Return why an engine's results may depend on more than tokens and weights, or None."""

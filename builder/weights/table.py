@@ -59,7 +59,7 @@ class WeightTable:
 
     @property
     def shares_embedding(self) -> bool:
-        """Return whether the head's weight is the embedding, too."""
+        """Whether the head's weight is the embedding, too."""
         return all(weight.name != EMBEDDING_WEIGHT for weight in self.weights)
 
     @property

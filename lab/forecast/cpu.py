@@ -11,7 +11,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.checkpoint.shards import has_weights
 from mtpbuild.builder.graph.style import GraphStyle
-from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
+from mtpbuild.builder.models.common.moe_config import computes_all_experts
 from mtpbuild.builder.plan.context import MAPPED, choose_context
 from mtpbuild.builder.plan.machine import Machine, measure_machine
 from mtpbuild.builder.plan.recipe import name_model
@@ -103,7 +103,7 @@ class CpuForecast:
 
     @property
     def shares_disk(self) -> bool:
-        """Return whether engine and download need room on the same disk."""
+        """Whether engine and download need room on the same disk."""
         return self.download > 0 and self.machine.downloads.device == self.machine.engines.device
 
 
@@ -150,10 +150,8 @@ def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostMo
     style = GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     classes = count_engine_classes(config, format_of, style)
-    if config.n_routed_experts <= DENSE_EXPERTS:
-        for (
-            weights
-        ) in classes:  # with few experts a CPU computes all: count them like other weights
+    if computes_all_experts(config):  # count them like other weights
+        for weights in classes:
             weights.name = weights.name.replace("experts", "computed experts")
     return CostModel(config, classes, ALONE, UNKNOWN)
 

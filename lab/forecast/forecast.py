@@ -95,7 +95,7 @@ class StepForecast:
 
     @property
     def roofline(self) -> float:
-        """Return the seconds that memory and arithmetic need."""
+        """The seconds that memory and arithmetic need."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -116,7 +116,7 @@ class StepForecast:
 
     @property
     def limit(self) -> str:
-        """Return the limit that takes most of the step's time."""
+        """The limit that takes most of the step's time."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -140,7 +140,7 @@ class Forecast:
 
     @property
     def is_published(self) -> bool:
-        """Return whether speeds of exactly this setting are published."""
+        """Whether speeds of exactly this setting are published."""
         request = self.request
         load = (request.max_batch, request.context_len)
         setting = (self.name, self.model.gpu.name, request.ranks, *load)
@@ -148,12 +148,12 @@ class Forecast:
 
     @property
     def free_bytes(self) -> float:
-        """Return the bytes left for caches; negative if the model does not fit."""
+        """The bytes left for caches; negative if the model does not fit."""
         return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
 
     @property
     def tensorrt_bytes(self) -> float:
-        """Return the bytes of weights that an engine of target tensorrt holds on a rank.
+        """The bytes of weights that an engine of target tensorrt holds on a rank.
 
         The weights that our kernels read are shared by its programs.
         """
@@ -171,14 +171,14 @@ class Forecast:
 
     @property
     def needed_tokens(self) -> int:
-        """Return the cache rows of one rank's requests, windows included."""
+        """The cache rows of one rank's requests, windows included."""
         request = self.request
         rows = request.max_seq_len + max(request.nextn) + 1
         return request.ranks.local(request.max_batch) * rows
 
     @property
     def speedups(self) -> list[float]:
-        """Return each nextn's speed relative to nextn 0, whether or not 0 was requested."""
+        """Each nextn's speed relative to nextn 0, whether or not 0 was requested."""
         return [step.tokens_per_s / self.without.tokens_per_s for step in self.steps]
 
     @property

@@ -60,12 +60,12 @@ class CostModel:
 
     @property
     def widths(self) -> list[int]:
-        """Return the cache's width C of each layer, then of each MTP module."""
+        """The cache's width C of each layer, then of each MTP module."""
         return find_family_of(self.config).cache_widths(self.config, self.ranks)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a request's recurrent states, which are always fp32."""
+        """The bytes of a request's recurrent states, which are always fp32."""
         states = find_family_of(self.config).recurrent(self.config, self.ranks)
         return sum(CACHE_BYTES["float32"] * prod(state.sizes.values()) for state in states)
 

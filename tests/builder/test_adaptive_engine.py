@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
+from mtpbuild.builder.plan import plan
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -46,8 +47,7 @@ class Restless(AdaptiveNextn):
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow one draft, which is six programs to compile; tests/builder/test_step.py has more."""
-    for module in ("plan.plan", "compiler.plans"):
-        monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
+    monkeypatch.setattr(plan, "ADAPTIVE_NEXTN", 1)
 
 
 @pytest.fixture(autouse=True)

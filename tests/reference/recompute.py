@@ -34,12 +34,12 @@ def greedy(model: PlainLM, tokens: list[int], count: int) -> list[int]:
 def draft_logits(
     model: PlainLM, tokens: list[int], nextn: int, drafter: str, drafts: Sequence[int] = ()
 ) -> list[Tensor]:
-    """Compute the logits [V] of each draft behind the known `tokens`.
+    """Compute the logits [V] of each draft after the known `tokens`.
 
     drafts: those that were drawn from them; without them a draft is their argmax.
     """
     if len(tokens) < 2:
-        raise ValueError("drafting starts behind the first emitted token")
+        raise ValueError("drafting starts after the first emitted token")
     return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn, drafts)
 
 

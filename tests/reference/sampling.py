@@ -31,7 +31,7 @@ def distribution(logits: NDArray[np.float64], controls: StepControls) -> NDArray
 def edited(
     logits: NDArray[np.float64], tokens: list[int], prompt: int, controls: StepControls
 ) -> NDArray[np.float64]:
-    """Return logits [V] of the token behind `tokens`, of which the first `prompt` are the prompt.
+    """Return logits [V] of the token after `tokens`, of which the first `prompt` are the prompt.
 
     As vLLM edits them: bias, repetition (prompt and output), frequency and presence (output).
     """

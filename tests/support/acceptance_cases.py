@@ -62,7 +62,7 @@ RELAXED = {
     "delta 1 and top k V accept all": Case([D, C], [SURE, SURE, SURE], [D, C, A], 6, 1.0),
     "all accepted: the bonus is the top-1": Case([B, B], [CLOSE, CLOSE, CLOSE], [B, B, A], 3, 0.1),
     "a rejection emits that row's top-1": Case([B, D], [CLOSE, CLOSE, SURE], [B, A], 3, 0.1),
-    "nothing behind a rejection": Case([D, A], [CLOSE, SURE, SURE], [A], 3, 0.1),
+    "nothing after a rejection": Case([D, A], [CLOSE, SURE, SURE], [A], 3, 0.1),
     "num_drafts ends it": Case([B, B], [CLOSE, CLOSE, CLOSE], [B, A], 3, 0.1, num_drafts=1),
     "no real drafts": Case([B, B], [CLOSE, CLOSE, CLOSE], [A], 3, 0.1, num_drafts=0),
     "inactive": Case([B], [CLOSE, SURE], [], 3, 0.1, active=False),

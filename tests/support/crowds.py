@@ -31,7 +31,7 @@ class Case:
 
 
 def texts(engine: Engine, requests: list[Case], at_once: bool) -> list[Text]:
-    """Play requests; beside others, each is cancelled behind the tokens that are kept of it."""
+    """Play requests; beside others, each is cancelled after the tokens that are kept of it."""
     found = []
     streams = []
     for each in requests:

@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.collectives import (
     scatter_sums,
 )
 from mtpbuild.builder.models.common.layers import MLP
-from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
+from mtpbuild.builder.models.common.moe_config import computes_all_experts
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.plugins import moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import NO_EXPERT
@@ -174,4 +174,4 @@ def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
 def feed_forward(c: ModelConfig, layer: int, ranks: Ranks) -> nn.Module:
     if not isinstance(c, MoEConfig) or not c.is_moe(layer):
         return MLP(c.hidden_size, c.intermediate_size // ranks.parts)
-    return DenseMoE(c, ranks) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, ranks)
+    return DenseMoE(c, ranks) if computes_all_experts(c) else GatheredMoE(c, ranks)

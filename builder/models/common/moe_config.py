@@ -4,7 +4,12 @@ from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.costs import Split
 from mtpbuild.runtime.ranks import Ranks
 
-DENSE_EXPERTS = 16  # with at most this many all experts are computed, chosen or not
+DENSE_EXPERTS = 16  # at most, for a layer that computes all
+
+
+def computes_all_experts(c: ModelConfig) -> bool:
+    """Return whether a layer computes all its experts, chosen or not, as there are few."""
+    return c.n_routed_experts <= DENSE_EXPERTS
 
 
 def list_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:

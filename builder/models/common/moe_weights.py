@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.config import ModelConfig, MoEConfig
 from mtpbuild.builder.lazy_torch import torch
-from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
+from mtpbuild.builder.models.common.moe_config import computes_all_experts
 from mtpbuild.builder.models.common.weight import (
     Share,
     StoredTensor,
@@ -38,7 +38,7 @@ def list_feed_forward_weights(
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights of router and experts, in the form of `DenseMoE` or `GatheredMoE`."""
-    dense = c.n_routed_experts <= DENSE_EXPERTS
+    dense = computes_all_experts(c)
     separate = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = StoredTensor(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))

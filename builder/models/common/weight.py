@@ -155,22 +155,22 @@ class Weight:
 
     @property
     def paired(self) -> bool:
-        """Return whether each slice has an expert's gate and up projections."""
+        """Whether each slice has an expert's gate and up projections."""
         return self.slices > 1 and len(self.stored) > self.slices
 
     @property
     def packed(self) -> bool:
-        """Return whether the weight is in the layout of the CPU's kernels."""
+        """Whether the weight is in the layout of the CPU's kernels."""
         return self.layout is Layout.PACKED
 
     @property
     def multiplied(self) -> bool:
-        """Return whether the weight is a product or a stack of them, so that it can be packed."""
+        """Whether the weight is a product or a stack of them, so that it can be packed."""
         return self.concat_axis is not None or bool(self.per_head)
 
     @property
     def wide_heads(self) -> bool:
-        """Return whether the weight is a stack of per-head products worth quantising (`WIDE`)."""
+        """Whether the weight is a stack of per-head products worth quantising (`WIDE`)."""
         return bool(self.per_head) and prod(self.per_head) >= WIDE
 
     @property

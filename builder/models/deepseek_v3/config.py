@@ -48,7 +48,7 @@ class DeepseekV3Config(MoEConfig):
 
     @property
     def cache_dim(self) -> int:
-        """Return C, the values per cached token and layer: the latent and the rotary key."""
+        """C, the values per cached token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
