@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.readable import MODELOPT
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.compiler.calibrate import calibrate, discard_calibration
 from mtpbuild.builder.compiler.fingerprint import hash_files, hash_samples
@@ -29,8 +30,6 @@ from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView, requan
 from mtpbuild.builder.weights.scheme import OWN_TEXT, Scheme
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.files import read_json
-
-MODELOPT = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def add_losses(
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
     """Write config.json as published checkpoints of the format have it, and copy the side files."""
     copy_side_files(source, folder)
-    raw = read_json(source / "config.json")
+    raw = read_json(source / CONFIG)
     raw.pop("quantization_config", None)
     if scheme.main == "nvfp4":
         quantization = {
@@ -154,7 +153,7 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
         write_json(folder / MODELOPT, algorithm)
     elif scheme.main is not None:
         raw["quantization_config"] = quantization_config(scheme)
-    write_json(folder / "config.json", raw)
+    write_json(folder / CONFIG, raw)
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:

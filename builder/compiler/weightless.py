@@ -40,11 +40,11 @@ class WeightlessCheckpoint:
     def read(self, name: str) -> Tensor:
         return torch.empty(self.shapes[name], device="meta")
 
-    def read_kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
+    def read_engine_parts(self, name: str, engine_format: Format | None) -> dict[str, Tensor]:
         format = self.source.format(name)
         assert format is not None
-        assert held is not None
-        parts = choose_read_format(format, held).parts(self.shapes[name])
+        assert engine_format is not None
+        parts = choose_read_format(format, engine_format).parts(self.shapes[name])
         return {
             suffix: torch.empty(entry.shape, dtype=entry.type, device="meta")
             for suffix, entry in parts.items()

@@ -97,7 +97,7 @@ class Model:
         if self.recipe is not None and revision is None:
             here = CHECKPOINTS / self.name
             for place in (self.recipe.config_folder if self.recipe.shipped else None, here):
-                if place is not None and (place / "config.json").is_file():
+                if place is not None and (place / CONFIG).is_file():
                     return place
         if self.repository is not None and self.file is not None:
             return find_cached_gguf(self.repository, self.file, revision)

@@ -134,17 +134,19 @@ class Checkpoint:
             raise self._make_error(name, fault)
         return parts
 
-    def read_kept_parts(self, name: str, held: Format | None = None) -> dict[str, Tensor]:
+    def read_engine_parts(
+        self, name: str, engine_format: Format | None = None
+    ) -> dict[str, Tensor]:
         """Read a quantised weight's parts in the format in which an engine holds it.
 
-        held: None stands for the one in which engines keep the weight's format. Weights in formats
-        that they don't keep are encoded anew.
+        engine_format: None stands for the one in which engines keep the weight's format. Weights
+        in formats that they don't keep are encoded anew.
         """
         format = self.format(name)
         assert format is not None
         kept = format.engine_format
-        if held is not None and choose_read_format(format, held) is not kept:
-            return encode_anew(name, self.read(name), held, self.losses)
+        if engine_format is not None and choose_read_format(format, engine_format) is not kept:
+            return encode_anew(name, self.read(name), engine_format, self.losses)
         stored = self.parts(name)
         parts = format.to_engine_format(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
@@ -323,21 +325,23 @@ class Checkpoint:
             raise self._make_error(name, f"has shape {[*stored_shape]}, {why} makes it {[*shape]}")
 
 
-def choose_read_format(format: Format, held: Format) -> Format:
-    """Return the format in which a weight of `format` is read for an engine that holds `held`."""
+def choose_read_format(format: Format, engine_format: Format) -> Format:
+    """Return the format in which an engine that holds `engine_format` reads `format`."""
     usual = format.engine_format
-    return held if held.packs and not held.represents(usual) else usual
+    return engine_format if engine_format.packs and not engine_format.represents(usual) else usual
 
 
 def encode_anew(
-    name: str, weight: Tensor, held: Format, losses: dict[str, Loss]
+    name: str, weight: Tensor, engine_format: Format, losses: dict[str, Loss]
 ) -> dict[str, Tensor]:
     """Encode a weight in another format; note the loss in `losses`."""
     pieces: list[dict[str, Tensor]] = []
     loss = Loss()
-    refuse_out_of_range(held, name, weight)
+    refuse_out_of_range(engine_format, name, weight)
     for rows in weight.split(PIECE):
-        pieces.append(held.encode(rows))
-        loss = loss.after(rows, pieces[-1], held)
+        pieces.append(engine_format.encode(rows))
+        loss = loss.after(rows, pieces[-1], engine_format)
     losses[name] = loss
-    return {suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in held.suffixes}
+    return {
+        suffix: torch.cat([piece[suffix] for piece in pieces]) for suffix in engine_format.suffixes
+    }

@@ -64,12 +64,12 @@ class QuantisedView:
             return self.source.rows(name)
         return iter(self.read(name).split(PIECE))
 
-    def read_kept_parts(self, name: str, held: Format | None = None) -> Parts:
+    def read_engine_parts(self, name: str, engine_format: Format | None = None) -> Parts:
         """Do what a checkpoint does for its weights."""
         format = self.formats[name]
         assert format is not None
-        if held is not None and choose_read_format(format, held) is not format:
-            return encode_anew(name, self.read(name), held, self.losses)
+        if engine_format is not None and choose_read_format(format, engine_format) is not format:
+            return encode_anew(name, self.read(name), engine_format, self.losses)
         return self.parts(name)
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:

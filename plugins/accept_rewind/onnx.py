@@ -4,7 +4,7 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.onnx import ints
+from mtpbuild.plugins.onnx_attention import ints
 
 
 def accept_rewind_onnx(

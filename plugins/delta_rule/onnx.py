@@ -6,8 +6,8 @@ from typing import Any
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.delta_rule.op import EPSILON
-from mtpbuild.plugins.mla_attention.onnx import count_up, ints
 from mtpbuild.plugins.onnx import ONNXRUNTIME, declare_operator
+from mtpbuild.plugins.onnx_attention import count_up, ints
 
 OPERANDS = "query key value past_state decay beta"
 SETTINGS: dict[str, Any] = {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""}

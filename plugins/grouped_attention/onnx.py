@@ -4,7 +4,7 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.onnx import attend, ints, mask_rows
+from mtpbuild.plugins.onnx_attention import attend, ints, mask_rows
 
 
 def grouped_attention_onnx(

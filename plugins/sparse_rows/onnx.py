@@ -6,7 +6,7 @@ from typing import Any
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.mla_attention.onnx import count_rows, count_up, ints
+from mtpbuild.plugins.onnx_attention import count_rows, count_up, ints
 from mtpbuild.plugins.rope.onnx import rope_onnx
 from mtpbuild.plugins.sparse_rows.op import NONE, choose_rows
 

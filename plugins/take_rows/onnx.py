@@ -5,7 +5,7 @@ from typing import Any
 
 from onnxscript.onnx_opset import opset24 as op
 
-from mtpbuild.plugins.mla_attention.onnx import ints
+from mtpbuild.plugins.onnx_attention import ints
 
 
 def take_rows_onnx(x: Any, start: Any, count: int) -> Any:

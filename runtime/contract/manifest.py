@@ -382,7 +382,7 @@ def _check_names(folder: Path, manifest: Manifest) -> None:
     needed = {program.file for program in manifest.programs.values()}
     if (unlisted := sorted(needed - listed)) and not manifest.split:
         where = folder / MANIFEST
-        raise EngineFormatError(f"{where}: program file {unlisted[0]} is not listed")
+        raise EngineFormatError(f"{where}: files lacks the program {unlisted[0]}; {COPY_AGAIN}")
 
 
 def _check_hashes(folder: Path, manifest: Manifest, verify_hashes: bool) -> None:

@@ -52,7 +52,7 @@ class LoadedEngine:
         return EngineStats(
             requests_running=running,
             requests_waiting=len(self.loop.scheduler.waiting),
-            requests_ended=self.loop.requests - running,
+            requests_ended=self.loop.num_requests - running,
             prompt_tokens=self.loop.prompt_tokens,
             output_tokens=acceptance.tokens,
             speculative_decoding=acceptance.report(),

@@ -72,7 +72,7 @@ class Loop:
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
         self.prefix_cache = prefix_cache
         self.acceptance = AcceptanceCounter(build.nextn)
-        self.requests = self.prompt_tokens = 0
+        self.num_requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
         self._tokens_now = 0  # the same number for the current step
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
@@ -248,7 +248,7 @@ class Loop:
     def _start(self, filling: Filling) -> None:
         """Start a request that got a slot; load the cached rows of its prompt."""
         filling.request.start()
-        self.requests += 1
+        self.num_requests += 1
         self.prompt_tokens += len(filling.request.prompt)
         if self.prefix_cache is not None:
             self.prefix_cache.load(filling)

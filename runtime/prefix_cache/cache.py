@@ -202,11 +202,11 @@ def open_prefix_cache(
     folder.
     """
     if rows_folder is not None and Feature.SHARE in programs.features:
-        raise UsageError("prefix_cache_dir: not for engines of several ranks; leave it out")
+        raise UsageError("prefix_cache_dir needs an engine of one rank: leave it out")
     if Feature.PREFIX_CACHE not in programs.features:
         if rows_folder is not None:
             having = list_targets_with(Feature.PREFIX_CACHE)
-            raise UsageError(f"prefix_cache_dir is for engines of {having}")
+            raise UsageError(f"prefix_cache_dir needs an engine of {having}: leave it out")
         return None
     if limit == 0 and rows_folder is None and not list_prefix_names(manifest):
         return None

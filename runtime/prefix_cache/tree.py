@@ -60,7 +60,7 @@ class Block(CacheEntry):
 
     def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
         """Return the follower that begins with most of the tokens, and how many those are."""
-        at = bisect_left(self.followers, tokens, key=split_block_tokens)
+        at = bisect_left(self.followers, tokens, key=get_tokens)
         near = self.followers[max(0, at - 1) : at + 1]
         if near and near[-1].tokens[: len(tokens)] == tokens:
             return near[-1], len(tokens)
@@ -154,7 +154,7 @@ class PrefixTree:
         start = parent.span.start + (0 if parent.parent is None else BLOCK)
         span = RowSpan(parent.key, start, tokens)
         block = Block(parent, span, span.key, next(self._numbers), size, pinned)
-        insort(parent.followers, block, key=split_block_tokens)
+        insort(parent.followers, block, key=get_tokens)
         if parent.parent is None:
             self.roots[parent.key] = parent
         self._count(block)
@@ -265,7 +265,7 @@ def walk_below(*entries: CacheEntry) -> Iterator[CacheEntry]:
             pending += [*entry.states.values(), *entry.followers]
 
 
-def split_block_tokens(block: Block) -> tuple[int, ...]:
+def get_tokens(block: Block) -> tuple[int, ...]:
     return block.tokens
 
 

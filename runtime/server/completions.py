@@ -39,7 +39,7 @@ def read_completion(
 ) -> "CompletionAnswer":
     """Create the answer for a body; ApiError names the wrong field."""
     if body.best_of not in (None, 1, body.n):
-        raise ApiError(400, "best_of above n is not supported", "best_of")
+        raise ApiError(400, f"best_of must be n ({body.n or 1}) or left out", "best_of")
     choices: list[AnswerChoice] = []
     for prompt in body.prompts:
         ids = _encode_prompt(engine, prompt, body)

@@ -10,7 +10,11 @@ INTERNAL = ("InternalServerError", "api_error", "The engine failed")
 STATUSES = {  # status: OpenAI's and Anthropic's type of an error, and what it means
     400: ("BadRequestError", "invalid_request_error", "It can't be done; `param` names the reason"),
     401: ("AuthenticationError", "authentication_error", "No API key"),
-    403: ("PermissionDeniedError", "permission_error", "A page of another origin asks"),
+    403: (
+        "PermissionDeniedError",
+        "permission_error",
+        "The page's origin or the host is not allowed",
+    ),
     404: ("NotFoundError", "not_found_error", "No such model"),
     405: ("MethodNotAllowedError", "invalid_request_error", ""),
     408: ("RequestTimeoutError", "timeout_error", "It took too long"),

@@ -29,26 +29,26 @@ def read_params(
     engine: Engine,
     defaults: Mapping[str, Any],
     body: GenerationBody,
-    prompt: int,
+    prompt_tokens: int,
     calls: StructuredOutputs | None = None,
     **more: Any,
 ) -> SamplingParams:
     """Return the SamplingParams of a request; raise ApiError for a wrong field.
 
-    Whether the engine supports them is checked when the request is prepared. prompt: the prompt's
-    number of tokens. calls: the grammar of an answer that must be tool calls. more: further fields
-    of SamplingParams, which clients can't set.
+    Whether the engine supports them is checked when the request is prepared. calls: the grammar of
+    an answer that must be tool calls. more: further fields of SamplingParams, which clients can't
+    set.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     check_refused(body)
     names = body.field_names
     max_tokens, limit_field = body.answer_limit
-    room = engine.manifest.build.max_seq_len - prompt
+    room = engine.manifest.build.max_seq_len - prompt_tokens
     if max_tokens is None:
         max_tokens = min(room, body.usual_tokens or room)
     elif max_tokens > room:
-        raise TooLongError(limit_field, prompt + room, prompt, max_tokens)
+        raise TooLongError(limit_field, prompt_tokens + room, prompt_tokens, max_tokens)
     form = _read_structured(body)
     if form is not None and calls is not None:
         field = names["structured_outputs"]

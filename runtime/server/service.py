@@ -145,7 +145,7 @@ class Service:
             raise ApiError(429, message, retry=False)
         if self.open + count > limit:
             waiting = max(0, self.open - slots)
-            raise ApiError(429, f"{waiting} requests wait already (max_queue)")
+            raise ApiError(429, f"{waiting} requests wait already: try again later (max_queue)")
 
     @contextlib.asynccontextmanager
     async def loaded(self) -> AsyncIterator[None]:

@@ -72,7 +72,7 @@ def damage(file: Path, flip: int | None = None, keep: int | None = None) -> None
     file.write_bytes(bytes(data[:keep]))
 
 
-def said(engine: Engine, prompts: list[list[int]]) -> tuple[Said, list[int]]:
+def answer_prompts(engine: Engine, prompts: list[list[int]]) -> tuple[Said, list[int]]:
     """Texts, which of their tokens were drafts, log-probabilities; and what was there before."""
     results = [engine.generate(prompt, PARAMS) for prompt in prompts]
     found: Said = []
@@ -97,10 +97,10 @@ def prompts() -> list[list[int]]:
 
 def check_prefix(folder: Path, cold: Path) -> None:
     with load(cold) as engine:
-        wanted, nothing = said(engine, prompts())
+        wanted, nothing = answer_prompts(engine, prompts())
     assert set(nothing) == {0}
     with load(folder) as engine:
-        found, cached = said(engine, prompts())
+        found, cached = answer_prompts(engine, prompts())
         check_same(found, wanted)
     assert cached == [150 - 3, 149 - 3, 148 - 3, 128 - 3, 65 - 3, 63 - 3, 0, 0], DIFFERS
 
@@ -114,12 +114,12 @@ def test_two_prefixes_that_begin_alike(engine: Path, bare: Path) -> None:
     put(engine, "two", [*BEGINNING[:100], *tokens(9, 70)])
     asked = [*prompts(), [*BEGINNING[:100], *tokens(9, 70), 9, 10]]
     with load(bare) as cold:
-        wanted, _ = said(cold, asked * 2)
+        wanted, _ = answer_prompts(cold, asked * 2)
     with load(engine, prefix_cache=True, prefix_cache_bytes=1 << 20) as warm:
-        check_same(said(warm, asked * 2)[0], wanted)
+        check_same(answer_prompts(warm, asked * 2)[0], wanted)
         warm.reset_prefix_cache()
-        assert said(warm, asked[:1])[1] == [147]
-        assert said(warm, asked[-1:])[1] == [167]
+        assert answer_prompts(warm, asked[:1])[1] == [147]
+        assert answer_prompts(warm, asked[-1:])[1] == [167]
         assert warm.stats.prefix_bytes <= 1 << 20
 
 
@@ -131,14 +131,14 @@ def test_a_prefix_that_may_not_be_read_costs_a_line(
         folder = Path(shutil.copytree(engine, Path(place, "engine")))
         Path(place).chmod(0o755)
         with load(folder) as own:  # and imports what another user might not read
-            wanted, cached = said(own, prompts()[:1])
+            wanted, cached = answer_prompts(own, prompts()[:1])
         assert cached == [147]
         assert invoke("inspect", folder)[0] == 0
         (folder / name_prefix_file("one")).chmod(0)
         with as_another_user():
             for verify in (False, True):
                 with load(folder, verify_hashes=verify) as other:
-                    found, cached = said(other, prompts()[:1])
+                    found, cached = answer_prompts(other, prompts()[:1])
                 assert cached == [0]
                 check_same(found, wanted)
                 assert caplog.text.count("one.safetensors: not used, as it can't be read") == 1
@@ -163,8 +163,8 @@ def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
 ) -> None:
     damage(engine / name_prefix_file("one"), flip=-5)
     with load(bare) as cold, load(engine) as warm:
-        found, cached = said(warm, prompts())
-        check_same(found, said(cold, prompts())[0])
+        found, cached = answer_prompts(warm, prompts())
+        check_same(found, answer_prompts(cold, prompts())[0])
     assert set(cached) == {0}
     assert caplog.text.count("damaged (sha256)") == 1
     with pytest.raises(EngineFileError, match="differs from what the build wrote"):
@@ -280,14 +280,14 @@ def restart(
     with keeping(bare, kept, limit) as engine:
         asked = conversation(engine)
     with keeping(bare, kept, limit) as engine:
-        found, cached = said(engine, asked)
+        found, cached = answer_prompts(engine, asked)
     return found, cached, asked
 
 
 def check_restart(bare: Path, kept: Path) -> list[int]:
     found, cached, asked = restart(bare, kept)
     with load(bare) as cold:
-        check_same(found, said(cold, asked)[0])
+        check_same(found, answer_prompts(cold, asked)[0])
     return cached
 
 
@@ -344,7 +344,7 @@ def test_a_damaged_file_costs_a_recomputation_and_a_line(
         for file in files:
             damage(file, **DAMAGES[kind])
     with load(bare) as cold, keeping(bare, kept) as engine:
-        check_same(said(engine, asked)[0], said(cold, asked)[0])
+        check_same(answer_prompts(engine, asked)[0], answer_prompts(cold, asked)[0])
     assert "removed" in caplog.text or "filled in anew" in caplog.text
 
 
@@ -380,7 +380,7 @@ def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
     with keeping(bare, kept) as engine:
         asked = conversation(engine)
     with load(other) as cold, keeping(other, kept) as engine:
-        check_same(said(engine, asked)[0], said(cold, asked)[0])
+        check_same(answer_prompts(engine, asked)[0], answer_prompts(cold, asked)[0])
 
 
 def test_another_models_blocks_are_removed(bare: Path, kept: Path, tmp_path: Path) -> None:
@@ -408,6 +408,6 @@ def test_half_written_files_are_caught(
         half = 8 + int.from_bytes(data[:8], "little") + 2000
         file.write_bytes(data[:half] + bytes(len(data) - half - 8 * 70) + data[-8 * 70 :])
     with load(bare) as cold, keeping(bare, kept) as engine:
-        wanted, found = (said(each, asked)[0] for each in (cold, engine))
+        wanted, found = (answer_prompts(each, asked)[0] for each in (cold, engine))
     with pytest.raises(AssertionError, match=DIFFERS):
         check_same(found, wanted)

@@ -61,7 +61,7 @@ def test_kept_weights(folder: str) -> None:
         if format.name in floats:
             continue
         kept, decoded = format.engine_format, checkpoint.read(name)
-        parts = checkpoint.read_kept_parts(name)
+        parts = checkpoint.read_engine_parts(name)
         held = {suffix: make_entry(part) for suffix, part in parts.items()}
         assert held == kept.parts(tuple(decoded.shape))
         near = 2.0**-22 if kept is NVFP4 else 0

@@ -28,10 +28,10 @@ Q = "model.layers.1.self_attn.embed_q"
 
 def group(**weights: Any) -> Change:
     """Change the settings of compressed-tensors' first group."""
-    return lambda t, said: said["config_groups"]["group_0"]["weights"].update(weights)
+    return lambda t, settings: settings["config_groups"]["group_0"]["weights"].update(weights)
 
 
-def said(**changes: Any) -> Change:
+def alter(**changes: Any) -> Change:
     return lambda t, settings: settings.update(changes)
 
 
@@ -81,21 +81,21 @@ DAMAGED: dict[str, tuple[str, Change, str]] = {
     "fp8: a value of NaN": (
         "fp8 f32", lambda t, s: t[f"{O}.weight"].view(torch.uint8)[3, 5].fill_(0x7F), "NaN or Inf",
     ),
-    "fp8: blocks": ("fp8 f32", said(weight_block_size=[64, 64]), "weight_block_size .* not read"),
-    "modelopt: unknown": ("modelopt", said(quant_algo="FP8_PB_WO"), "modelopt FP8_PB_WO are not"),
+    "fp8: blocks": ("fp8 f32", alter(weight_block_size=[64, 64]), "weight_block_size .* not read"),
+    "modelopt: unknown": ("modelopt", alter(quant_algo="FP8_PB_WO"), "modelopt FP8_PB_WO are not"),
     "awq: no zero points": ("autoawq", without(f"{O}.qzeros"), f"missing tensor {O}.weight_qzeros"),
     "awq: no scales": ("autoawq", without(f"{O}.scales"), f"missing tensor {O}.weight_scales"),
-    "awq: group": ("autoawq", said(group_size=64), "has shape .* makes it"),
+    "awq: group": ("autoawq", alter(group_size=64), "has shape .* makes it"),
     "awq: words": ("autoawq", cut(f"{O}.qweight"), f"{O}.weight has shape"),
-    "awq: layout": ("autoawq", said(version="gemv"), "awq in the layout gemv are not read"),
-    "awq: bits": ("autoawq", said(bits=8), "awq with 8 bits are not read"),
+    "awq: layout": ("autoawq", alter(version="gemv"), "awq in the layout gemv are not read"),
+    "awq: bits": ("autoawq", alter(bits=8), "awq with 8 bits are not read"),
     "auto-round's awq: scales": ("auto_round_awq", cut(f"{O}.scales"), "has shape"),
     "auto-round's awq: packing": (
-        "auto_round_awq", said(packing_format="auto_round:auto_gptq"), "has shape .* makes it",
+        "auto_round_awq", alter(packing_format="auto_round:auto_gptq"), "has shape .* makes it",
     ),
     "gptq: no zero points": ("auto_round_gptq", without(f"{O}.qzeros"), "missing .*qzeros"),
-    "gptq: group": ("auto_round_gptq", said(group_size=128), "has shape .* makes it"),
-    "gptq: version": ("auto_round_gptq", said(packing_format="auto_round"), "zero points other"),
+    "gptq: group": ("auto_round_gptq", alter(group_size=128), "has shape .* makes it"),
+    "gptq: version": ("auto_round_gptq", alter(packing_format="auto_round"), "zero points other"),
     "gptq: order": ("auto_round_gptq", order(torch.int32), "has g_idx from 9 to 9"),
     "gptq: types": ("auto_round_gptq", order(torch.int64), "is I64, .* needs I32"),
     "a layer less": ("autoawq", without(f"{O}.qweight"), f"missing tensor {O}.weight"),

@@ -74,7 +74,7 @@ def test_integers_are_kept(kind: str, format: Any, tmp_path: Path) -> None:
     kept = {name for name, found in formats.items() if found is format}
     assert kept == {n for n in formats if n.removesuffix(".weight").endswith(products)}
     file = {t.name: t for t in gguf.GGUFReader(path).tensors}
-    parts = checkpoint.read_kept_parts("model.layers.3.self_attn.k_proj.weight")
+    parts = checkpoint.read_engine_parts("model.layers.3.self_attn.k_proj.weight")
     raw = file["blk.3.attn_k.weight"].data.reshape(*parts["_scale"].shape, -1)
     assert parts["_scale"].numpy().tobytes() == raw[..., :2].tobytes()
     want = raw[..., 2:].view(np.int8).astype(int)

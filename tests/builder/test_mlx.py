@@ -273,7 +273,7 @@ def test_nvfp4_stays() -> None:
         format = checkpoint.format(name)
         assert format is not None
         assert format.engine_format is NVFP4
-        parts = checkpoint.read_kept_parts(name)
+        parts = checkpoint.read_engine_parts(name)
         assert (parts["_scale_2"] == 1) == ("experts" not in name)
         decoded, near = checkpoint.read(name), 2.0**-22 if "experts" in name else 0
         torch.testing.assert_close(NVFP4.decode(parts), decoded, rtol=near, atol=0)

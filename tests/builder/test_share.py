@@ -89,14 +89,14 @@ class Meeting:
 Said = list[tuple[list[int], dict[str, Any]]]
 
 
-def said(
+def answers(
     reference: PlainCausalLM,
     ranks: Ranks,
     drafter: DrafterName,
     prompts: list[list[int]],
     meeting: Meeting,
 ) -> Said:
-    """Return what each rank says after its prompt, and its state in the end."""
+    """Return each rank's tokens after its prompt, and its state in the end."""
     torch.set_num_threads(1)
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_tokens_and_state(
     rng = np.random.default_rng(ranks.tp if name in SHAPES else 0)
     length = 17 if name in CHOOSERS else 7
     prompt = rng.integers(0, sizes["vocab_size"], length).tolist()
-    (_, first), *others = said(reference, ranks, drafter, [prompt] * ranks.tp, Meeting(ranks.tp))
+    (_, first), *others = answers(reference, ranks, drafter, [prompt] * ranks.tp, Meeting(ranks.tp))
     for _, state in others if latent else []:
         for key, tensor in state.items():
             np.testing.assert_array_equal(tensor, first[key])
@@ -144,7 +144,7 @@ def test_greedy_ranks_exchange_their_best_logits(
     monkeypatch.setattr(op, "BLOCK", block)
     sizes = SHAPES["yarn-three-modules"] | {"vocab_size": 258}  # wider than hidden states
     prompt, meeting = np.random.default_rng(0).integers(0, 258, 7).tolist(), Meeting(2)
-    said(make_predictable(**sizes), Ranks(2), "mtp-eagle", [prompt] * 2, meeting)
+    answers(make_predictable(**sizes), Ranks(2), "mtp-eagle", [prompt] * 2, meeting)
     assert max(meeting.last_axes) < 258
     assert 2 * 5 * -(-129 // block) in meeting.last_axes
 
@@ -167,7 +167,7 @@ def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> Non
     """
     prompts = np.random.default_rng(tp).integers(0, 61, (tp, 7)).tolist()
     ranks = Ranks(tp, ep, attention_dp=True)
-    found = said(make_predictable(**SHAPES[shape]), ranks, drafter, prompts, Meeting(tp))
+    found = answers(make_predictable(**SHAPES[shape]), ranks, drafter, prompts, Meeting(tp))
     assert len({tuple(tokens) for tokens, _ in found}) == tp, "each says what is its own"
 
 

@@ -301,14 +301,14 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: PlainDeep
     best, second = known.topk(2).indices.tolist()
     logprobs = known.log_softmax(-1)
 
-    def said(token: int, off: float = 0.0) -> list[TimedAnswer]:
+    def answer_with(token: int, off: float = 0.0) -> list[TimedAnswer]:
         return [played([token], [1.0], float(logprobs[token]) + off)]
 
-    assert judge_texts(model, prompts, said(best)).passed
-    found = judge_texts(model, prompts, said(second))
+    assert judge_texts(model, prompts, answer_with(best)).passed
+    found = judge_texts(model, prompts, answer_with(second))
     assert not found.passed
     assert f"text 0, token 0: says {second}, the model {best}" in found.detail
-    assert "off: other weights" in judge_texts(model, prompts, said(best, 0.1)).detail
+    assert "off: other weights" in judge_texts(model, prompts, answer_with(best, 0.1)).detail
 
 
 invoke = partial(command, "verify")

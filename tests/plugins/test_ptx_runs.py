@@ -26,7 +26,7 @@ FOUND = {
 }
 
 
-def said(cache: Path, form: str, *checks: str) -> dict[str, str]:
+def run_checks(cache: Path, form: str, *checks: str) -> dict[str, str]:
     """Return the outcome of each check; of all if none is named. form: `plugin`, or a GPU's."""
     given = ("-W", "ignore", "-m", "tests.support.ptx_checks", form, *checks)
     lines = map(json.loads, run(*given, cache=cache).splitlines())
@@ -35,21 +35,21 @@ def said(cache: Path, form: str, *checks: str) -> dict[str, str]:
 
 @pytest.mark.full
 def test_kernels_compute_what_references_do(tmp_path: Path) -> None:
-    assert said(tmp_path, "90", *FEW) == dict.fromkeys(FEW, "passed")
+    assert run_checks(tmp_path, "90", *FEW) == dict.fromkeys(FEW, "passed")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("form", "count"), [("80", 52), ("90", 52), ("100", 52), ("plugin", 52)])
 def test_all_of_them(form: str, count: int, tmp_path: Path) -> None:
     """Shapes of R1's rank of eight are among them."""
-    found = said(tmp_path, form)
+    found = run_checks(tmp_path, form)
     assert len(found) == count
     assert {name: told for name, told in found.items() if told != "passed"} == {}
 
 
 @pytest.mark.full
 def test_planted_mistakes_are_found(tmp_path: Path) -> None:
-    found = said(tmp_path, "90", *FOUND)
+    found = run_checks(tmp_path, "90", *FOUND)
     assert {name: told.startswith(FOUND[name]) for name, told in found.items()} == dict.fromkeys(
         FOUND, True
     ), found

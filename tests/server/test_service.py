@@ -82,7 +82,7 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": [5], "echo": True, "logprobs": 1}, "with `--score` for", "echo"),
         ({"prompt": [5], "prompt_logprobs": 21}, "prompt_logprobs must", "prompt_logprobs"),
         ({"prompt": [5], "suffix": "x"}, "suffix is not supported: a model continues", "suffix"),
-        ({"prompt": [5], "best_of": 2}, "best_of above n is not supported", "best_of"),
+        ({"prompt": [5], "best_of": 2}, "best_of must be n (1) or left out", "best_of"),
         ({"prompt": [5], "presence_penalty": 2.5}, "presence_penalty", "presence_penalty"),
         ({"prompt": [5], "frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty"),
         ({"prompt": [5], "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty"),

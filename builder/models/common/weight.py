@@ -122,7 +122,7 @@ class Readable(Protocol):
     def read(self, name: str) -> Tensor:
         """Read a weight in fp32."""
 
-    def read_kept_parts(self, name: str, held: Format | None) -> dict[str, Tensor]:
+    def read_engine_parts(self, name: str, engine_format: Format | None) -> dict[str, Tensor]:
         """Read a quantised weight's parts in the format in which an engine holds it."""
 
 
@@ -195,11 +195,12 @@ class Weight:
 
     def convert(self, checkpoint: Readable, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight's engine tensors, contiguous; a stacked weight comes slice by slice."""
-        held = {stored.name: format for stored, format in self.formats_by_stored}
+        formats = {stored.name: format for stored, format in self.formats_by_stored}
         for group in self.slices_of_stored:
             if self.format is not None and not self.per_head:
                 parts = [
-                    checkpoint.read_kept_parts(stored.name, held[stored.name]) for stored in group
+                    checkpoint.read_engine_parts(stored.name, formats[stored.name])
+                    for stored in group
                 ]
                 for name, suffix in self.tensors.items():
                     part = [tensors[suffix] for tensors in parts]
