@@ -49,7 +49,7 @@ SHARED = tuple(
 )
 # Files of a plugin that need more than torch.
 FACETS = {"onnx", "tensorrt", "triton"}
-SHARED = {"codes", "tiles", "onnx_attention"}  # what facets of several ops share
+OF_FACETS = {"codes", "tiles", "onnx_attention"}  # what facets of several ops share
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
@@ -268,12 +268,12 @@ def test_nothing_imports_the_server_but_its_command() -> None:
 def test_ops_need_torch_alone() -> None:
     """Only a target's facet needs the target's packages, and nothing imports it at module level."""
     for module, path in sources():
-        if part_of(module) != "plugins" or path.stem in FACETS | SHARED:
+        if part_of(module) != "plugins" or path.stem in FACETS | OF_FACETS:
             continue
         for name in imports(path, module_level=True):
             assert name.split(".")[0] in STDLIB | {"torch", "mtpbuild"}, f"{path}: {name}"
             leaf = name.split(".")[-1]
-            assert leaf not in FACETS | SHARED, f"{path} imports {name} at module level"
+            assert leaf not in FACETS | OF_FACETS, f"{path} imports {name} at module level"
 
 
 # What each module of a kind has by the same name: a family's `costs`, a lowering's `lower`.
