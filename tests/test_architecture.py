@@ -239,9 +239,9 @@ def test_a_format_is_one_file(tree: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_cpu_operator_is_three_files(tree: Path) -> None:
+def test_a_cpu_operator_is_two_files(tree: Path) -> None:
     """The op and its node are found in the tree."""
-    assert len(OPERATOR) <= 4
+    assert len(OPERATOR) == 2
     run_in(tree, RUN_OPERATOR)
 
 

@@ -138,7 +138,7 @@ def check(command: str) -> None:
             | [".", _]
             | ["pip", "install", *_]
             | ["serve", "run", _]
-            | ["curl" | "rsync" | "hf" | "lm_eval", *_]
+            | ["curl" | "echo" | "hf" | "lm_eval" | "rsync", *_]
             | ["cc" | "npm" | "./generate", *_]
         ):
             pass

@@ -109,7 +109,7 @@ def flag(default: bool) -> Any:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The parameters of a rotary embedding of kind `default`, `linear` or `yarn`."""
+    """The parameters of a rotary embedding of kind `default`, `linear`, `yarn` or `llama3`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -121,6 +121,13 @@ class RopeConfig:
     mscale_all_dim: float = number(0.0, above=0)
     attention_factor: float | None = None
     truncate: bool = flag(True)
+    low_freq_factor: float = number(1.0, above=0)
+    high_freq_factor: float = number(4.0, above=0)
+
+
+LLAMA3 = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
 
 
 def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
@@ -131,15 +138,17 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     """
     rope = read.rope()
     kind = str(rope.raw.get("rope_type") or rope.raw.get("type") or "default")
-    if kind not in (known := ("default", "linear", "yarn")):
+    if kind not in (known := ("default", "linear", "yarn", "llama3")):
         raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
     theta = rope if rope.raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     above = kind == "yarn" and read.raw.get("original_max_position_embeddings") is not None
     source = read if above else rope  # as in transformers, where the key beside the object wins
     original = source.integer("original_max_position_embeddings", 1, default=limit)
-    if kind == "linear" and rope.raw.get("factor") is None:
-        raise CheckpointError("factor of rope type 'linear' is missing")
+    needed = {"linear": ("factor",), "llama3": LLAMA3}.get(kind, ())
+    for name in needed:
+        if rope.raw.get(name) is None:
+            raise CheckpointError(f"{name} of rope type {kind!r} is missing")
     has_factor = rope.raw.get("attention_factor") is not None
     return rope.fill(
         RopeConfig,

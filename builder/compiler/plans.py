@@ -197,7 +197,10 @@ def plan_engines(request: BuildRequest, *, may_fetch: bool = False) -> Plans:
 
 
 def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Plans:
-    """Return the plan of the engine for each nextn, by the engine's folder."""
+    """Return the plans of a request's engines.
+
+    Raises UsageError, CheckpointError or BuildError for all that the model's small files tell.
+    """
     config = source.config
     nextns = choose_nextns(config, request, source.folder)
     check_target(target, request, nextns)

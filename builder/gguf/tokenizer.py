@@ -30,6 +30,7 @@ class WordSplit:
 
     patterns: tuple[str, ...]
     normalised: bool = False  # whether texts are brought to NFC before
+    whole_words: bool = False  # whether a word of the vocabulary is one token whatever the merges
 
 
 WordSplits = Mapping[str, WordSplit]  # by the key tokenizer.ggml.pre
@@ -94,7 +95,9 @@ def make_tokenizer(file: GgufFile, splits: WordSplits) -> Tokenizer | None:
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in pairs)]
     try:
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        backend = Tokenizer(
+            models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words)
+        )
     except Exception as error:  # the package raises its own, which has no class of its own
         raise CheckpointError(f"{file.path}: no usable merges ({error})") from None
     if split.normalised:

@@ -25,18 +25,20 @@ def register(family: Family) -> None:
 
 
 def families() -> list[Family]:
+    """Return the built-in families, then the registered ones."""
     from mtpbuild.builder.models import (
         deepseek_v3,
         deepseek_v32,
+        dense,
         glm4_moe,
         glm4_moe_lite,
         glm_moe_dsa,
-        mimo,
         qwen3_5,
     )
 
-    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, mimo, qwen3_5)
-    return [*(module.FAMILY for module in built_in), *_REGISTERED.values()]
+    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, qwen3_5)
+    built_in_families = (*(module.FAMILY for module in built_in), *dense.FAMILIES)
+    return [*built_in_families, *_REGISTERED.values()]
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:

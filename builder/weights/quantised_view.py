@@ -50,7 +50,7 @@ class QuantisedView:
 
     def tensor(self, name: str) -> Tensor:
         """Return a weight that is not quantised here; a quantised source is rounded to bf16."""
-        weight = self.source.read(name)
+        weight = self.source.read(name)  # refuses NaN and Inf
         return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
     def parts(self, name: str) -> Parts:

@@ -12,7 +12,8 @@ StateType = Literal["int64", "bool", "float32", "bfloat16", "int8"]
 # recurrent: a summary of all tokens so far. A prompt's chunk advances it by all of its tokens, a
 #    step by the tokens that it emits. It cannot be rewound. Programs read zeros at position 0, so
 #    an earlier request's values do no harm.
-# carry: a value that one step leaves for the next; the host writes it when a request begins.
+# carry: a value that one step leaves for the next. When a request begins, the host writes
+#    `lengths`, `window`, `num_drafts` and `thinking`; a drafter's own come from its prefill.
 # history: the tokens before the window, which the host writes when a request begins.
 Role = Literal["rows", "recurrent", "carry", "history"]
 STEP = "step"  # the owner of states that belong to no layer

@@ -577,7 +577,7 @@ class Engine:
             self._loaded.grammars.make_grammar(params, controls)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the rows of earlier prompts; the next prompts are filled in completely."""
+        """Forget the rows of earlier prompts; prefixes that were added to the engine stay."""
         self._loaded.driver.call_between_steps(self._loaded.loop.forget)
 
     def _require_tokenizer(self) -> Tokenizer:

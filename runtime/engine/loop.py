@@ -114,7 +114,7 @@ class Loop:
         return self._launcher.idle_work
 
     def forget(self) -> None:
-        """Drop the cached rows of earlier prompts."""
+        """Drop the cached rows of earlier prompts, but not the engine's own prefixes."""
         self.release()
         if self.prefix_cache is not None:
             self.prefix_cache.clear()
@@ -141,7 +141,7 @@ class Loop:
                 self._save(slot, request, rows)
 
     def _save(self, slot: int, request: Request, rows: int) -> None:
-        """Save an ended request's rows, unless it failed or they are not finite."""
+        """Save an ended request's rows; clear them, and what may come from them, if not finite."""
         finite = not isinstance(request.error, NotFiniteError)
         if finite and not request.token_ids and rows:  # no step has checked these rows
             finite = self.programs.finite(slot, rows)

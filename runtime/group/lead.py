@@ -147,7 +147,7 @@ def repeat_calls(folder: Path, manifest: Manifest, load: LoadRank) -> None:
     """Load another rank's programs and repeat rank 0's calls until it ends."""
     rank = find_own_rank(folder, manifest)
     if rank == 0:
-        raise UsageError("rank 0 is the engine: Engine.load")
+        raise UsageError("rank 0 follows nobody: load the engine there with Engine.load")
     channel = Channel(rank, manifest.build.tp)
     try:
         for rank_folder, rank_manifest in find_own_folders(folder, manifest):

@@ -23,6 +23,7 @@ from mtpbuild.runtime.contract.manifest import (
     name_rank,
     read_rank,
 )
+from mtpbuild.runtime.contract.rules import list_rules_of
 from mtpbuild.runtime.contract.sums import GROUP as GROUP
 from mtpbuild.runtime.contract.targets import find_target
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
@@ -34,7 +35,7 @@ PER_CORE = 4  # ranks per core, at most; more must be a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.programs.follow")
 FLAGS = (  # flags of `mtpbuild build` in the command that builds missing ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("target", "tp", "ep"),
+    *("head_weights", "revision", "target", "tp", "ep"),
 )
 LOST = 3  # exit code of a follower that ended because another rank had ended
 
@@ -116,10 +117,13 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     target = find_target(manifest.target.name)
     known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
     values: dict[str, object] = {name: known[name] for name in FLAGS}
-    values |= {**target.build_flags(manifest), "rank": rank, "out": folder}
+    values |= {"weights": manifest.build.quantised_to, **target.build_flags(manifest)}
+    values |= {"rank": rank, "out": folder}
     flag_values = ((name, value) for name, value in values.items() if value is not None)
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in flag_values]
-    return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
+    flags += ["--attention-dp"] * manifest.build.attention_dp
+    flags += [f"--acceptance-rule {name}" for name in list_rules_of(manifest)]
+    return " ".join(["mtpbuild build", *flags])
 
 
 class Follower:

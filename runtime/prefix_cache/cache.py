@@ -21,7 +21,10 @@ from mtpbuild.runtime.requests.scheduler import Filling
 
 log = logging.getLogger("mtpbuild")
 SHARE = 8  # by default the cache may take this fraction of the free memory: 1 / SHARE
-SET_AT_BEGIN = frozenset({"lengths", "window", "num_drafts", "thinking", "draft_probs", "history"})
+# Carries that need no prompt: a request's begin writes them, or a step before they are read.
+NOT_FROM_PROMPT = frozenset(
+    {"lengths", "window", "num_drafts", "thinking", "draft_probs", "history"}
+)
 
 
 class PrefixCache:
@@ -45,7 +48,7 @@ class PrefixCache:
         self.recurrent = self._states_size > 0
         # Some drafters carry values from a prompt's last rows, which are then filled in again.
         carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
-        self._refilled = programs.lookahead if carried - SET_AT_BEGIN else 0
+        self._refilled = programs.lookahead if carried - NOT_FROM_PROMPT else 0
 
     def load(self, filling: Filling) -> None:
         """Load the saved rows of a request's prompt into its slot."""

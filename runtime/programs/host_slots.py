@@ -170,7 +170,7 @@ class PackedCaches(Caches):
         self.rows = self.packed = 0
         self._parked = [0] * self._batch  # rows in use of each parked slot
         self._reserved = 0  # rows at the beginning of an allocation that have been written to
-        # Zeros, not uninitialised memory: masked rows have weight 0, but 0 * NaN is NaN.
+        # Zeros, not uninitialised memory: NaN stays NaN by a masked row's weight, 0 or 1e-32.
         flat = ((s, (self._batch * self._capacity, s.sizes["width"])) for s in specs)
         pages = {s.name: Pages(shape, s.dtype) for s, shape in flat}
         self._flat = {name: held.array for name, held in pages.items()}

@@ -63,7 +63,9 @@ async def _receive(request: Request, settings: ServerOptions) -> bytes:
     except ClientDisconnect:  # nobody reads this
         raise ApiError(400, "the client closed the connection") from None
     except TimeoutError:
-        raise ApiError(408, "the request's body did not come") from None
+        raise ApiError(
+            408, f"the request's body did not come within {settings.body_timeout:g} s"
+        ) from None
     return bytes(raw)
 
 
@@ -83,7 +85,7 @@ def make_invalid_body_error(error: ValidationError) -> ApiError:
     parts = [part for part in map(str, first["loc"]) if "[" not in part and part not in kinds]
     place = ".".join(part for part in parts if not part.endswith("Body"))
     if not place:
-        return ApiError(400, f"{NO_JSON}: {first['msg']}")
+        return ApiError(400, f"the body must be an object with this route's fields: {first['msg']}")
     return ApiError(400, f"{place}: {first['msg'].removeprefix('Value error, ')}", place)
 
 

@@ -235,7 +235,7 @@ def _check_prompt_items(prompt: Any) -> Any:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise ValueError("a prompt is a text, token ids, or a list of these")
+        raise ValueError("a prompt must be a text, token ids, or a list of these")
     if not prompt:
         raise ValueError("the prompt is empty")
     first = type(prompt[0]) if isinstance(prompt[0], str | list) else int

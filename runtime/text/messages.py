@@ -42,11 +42,12 @@ def _join_content(number: int, message: Message) -> Message:
         parts = any(message.get(name) for name in ("tool_calls", "function_call", *REASONING))
         if message.get("role") == "assistant" and (parts or "content" in message):
             return {**message, "content": ""}
-        raise RequestError(f"{where} is missing: a text or a list of parts")
+        raise RequestError(f"{where} is missing: give a text or a list of parts")
     if isinstance(content, str):
         return message
     if not isinstance(content, list | tuple):
-        raise RequestError(f"{where} is a text or a list of parts")
+        kind = type(content).__name__
+        raise RequestError(f"{where} must be a text or a list of parts, not {kind}")
     texts = []
     for part in content:
         match part:

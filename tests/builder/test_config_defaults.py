@@ -9,15 +9,18 @@ from mtpbuild.builder.models import find_family
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
 from mtpbuild.runtime.errors import CheckpointError
 
-# transformers' classes; that of MiMo is not its own, but Qwen2's with one more key.
 CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM", "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM", "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM", "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM", "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen2": "MiMoForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-OTHER_SIZES = {"glm4_moe": {"num_attention_heads": 64}}  # the class's 96 give heads of 42
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_attention_heads": 64},  # the class's 96 give heads of 42
+    "mistral": {"sliding_window": None},
+}
 # The tensors tell how many modules there are.
 COUNTED = {"num_nextn_predict_layers"}
 
@@ -30,7 +33,7 @@ def make_usual(kind: str, **given: Any) -> Any:
 
 
 def parse(kind: str, raw: dict[str, Any], *without: str) -> Any:
-    names = {"architectures": [CLASSES[kind]], "model_type": kind.replace("qwen2", "mimo")}
+    names = {"architectures": [CLASSES[kind]], "model_type": kind}
     raw = {key: value for key, value in raw.items() if key not in without} | names
     return find_family(raw).config.parse(raw)
 

@@ -20,8 +20,8 @@ from mtpbuild.builder.checkpoint.config import DEEPSEEK
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
+from mtpbuild.builder.models.dense import MimoConfig
 from mtpbuild.builder.models.glm4_moe import Glm4MoeConfig
-from mtpbuild.builder.models.mimo import MimoConfig
 from mtpbuild.builder.plan.recipe import Recipe, find_recipe, load_recipes
 from mtpbuild.builder.plan.weight_classes import (
     COPIES,

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.readable import MODELOPT
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.compiler import quantize
-from mtpbuild.builder.compiler.quantize import MODELOPT, Quantized, QuantizeRequest
+from mtpbuild.builder.compiler.quantize import Quantized, QuantizeRequest
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.models.common.weight import WHOLE, convert_weights, join_slices
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table

@@ -90,7 +90,7 @@ def test_the_registry(folder: Path) -> None:
         "Glm4MoeLiteForCausalLM (model_type glm4_moe_lite), "
         "DeepseekV32ForCausalLM (model_type deepseek_v32), "
         "GlmMoeDsaForCausalLM (model_type glm_moe_dsa), "
-        "Glm4MoeForCausalLM (model_type glm4_moe), MiMoForCausalLM (model_type mimo), "
+        "Glm4MoeForCausalLM (model_type glm4_moe), "
     )
     output = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(model_type toy\)"
     with pytest.raises(CheckpointError, match=output):

@@ -53,7 +53,7 @@ def test_times() -> None:
     many = engine.generate([5, 6], SamplingParams(max_tokens=5)).metrics
     assert many.tpot_s is not None
     assert many.tpot_s >= 0.01
-    assert 10 < many.tokens_per_s <= 100
+    assert 0 < many.tokens_per_s <= 100
 
 
 def test_sums_of_sizes_and_times() -> None:

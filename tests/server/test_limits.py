@@ -51,6 +51,7 @@ MEMORY = 200  # MB that a body may take
         (b"[" + b"1" * 310 + b"]", "a number has 310 digits, 309 at most"),
         (b"[1", "the body is not JSON: Expecting ',' delimiter: line 1 column 3 (char 2)"),
         (b"", "the body is not JSON: Expecting value"),
+        (b"[1]", "the body must be an object with this route's fields: Input should be"),
         ('{"a": 1}'.encode("utf-16"), "it must be UTF-8"),
         (b"\xff\xff\xff\xff", "the body is not JSON"),
         (b"[" * 200 + b"]" * 200, f"nested deeper than {MAX_DEPTH} levels"),
@@ -282,7 +283,7 @@ def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
     """While it is read /health answers, and memory stays; the answer is one error or a text."""
     (pid, address), (path, make_body) = process, BODIES[name]
     body = make_body()
-    waits, over = [0.0], threading.Event()
+    waits, over = list[float](), threading.Event()
 
     def probe() -> None:
         while not over.is_set():
@@ -304,6 +305,7 @@ def test_nobody_waits_for_a_body(name: str, process: tuple[int, str]) -> None:
         prober.join()
     assert status in (200, 400, 404, 413, 429), output[:300]
     assert status == 200 or len(output) < 1000
+    assert waits, "no probe of /health ended"
     assert max(waits) < WAIT * SLOW
     took = megabytes(pid, "VmHWM") - before
     assert took < MEMORY + len(output) / 2**20

@@ -62,6 +62,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.5,
         "rope_theta": 1000000, "rope_scaling": YARN | {"factor": 4}, "n_routed_experts": 18,
     },
+    # Llama 3's scaling; one key head; heads wider than their share; tied
+    "llama": SIZES | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_nextn_predict_layers": 0,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "rope_theta": 500000,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": SIZES | {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "head_dim": 14,
+        "num_nextn_predict_layers": 0, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rope_theta": 1000000, "sliding_window": 256,
+    },
+    "qwen2": SIZES | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 3,
+        "num_nextn_predict_layers": 0, "num_key_value_heads": 3, "rope_theta": 1000000,
+        "tie_word_embeddings": True,
+    },
+    # YaRN
+    "qwen3": SIZES | {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 6,
+        "num_nextn_predict_layers": 0, "num_key_value_heads": 2, "head_dim": 12,
+        "rope_theta": 1000000,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
     "mimo": SIZES | {
         "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 6, "attention_bias": True, "rope_theta": 640000,

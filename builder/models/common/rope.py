@@ -1,4 +1,4 @@
-"""Rotary position embedding with YaRN: frequencies, tables and the softmax scale."""
+"""Rotary position embedding, scaled as YaRN or Llama 3 do: frequencies, tables, softmax scale."""
 
 import math
 
@@ -15,6 +15,8 @@ def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
         return base
     if rope.kind == "linear":
         return base / rope.factor
+    if rope.kind == "llama3":
+        return scale_as_llama3(rope, base)
 
     def correction_dim(rotations: float) -> float:
         span = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
@@ -30,6 +32,14 @@ def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     return base / rope.factor * ramp + base * (1 - ramp)
+
+
+def scale_as_llama3(rope: RopeConfig, base: Tensor) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and pass from one to the other."""
+    turns = rope.original_max_position_embeddings * base / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # of the frequency as it is
+    return (1 - share) * base / rope.factor + share * base
 
 
 def _compute_mscale(factor: float, mscale: float) -> float:
