@@ -4,8 +4,9 @@ They differ in biases, in the norms of queries and keys, and in what config.json
 Only MiMo's checkpoints hold an MTP module.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import ModuleInputs, ModuleNames, Reader, fixed
 from mtpbuild.builder.models.common.copies import list_tied_head
@@ -13,6 +14,9 @@ from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.grouped_family import GROUPED
 from mtpbuild.builder.models.family import Family, import_lazily
 from mtpbuild.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.gguf.tensors import Architecture
 
 
 def read_key_value_heads(read: Reader, key: str) -> int:
@@ -32,7 +36,7 @@ class DenseConfig(GroupedConfig):
     attention_bias: bool = fixed(False)
 
     @classmethod
-    def read(cls, values: Reader) -> "DenseConfig":
+    def read(cls, values: Reader) -> Self:
         kinds = values.raw.get("layer_types") or []
         if not isinstance(kinds, list) or {*map(str, kinds)} - {"full_attention"}:
             raise CheckpointError("layer_types: layers with a sliding window are not supported")
@@ -51,7 +55,7 @@ class MistralConfig(DenseConfig):
     """Mistral's values; transformers gives a file without `sliding_window` one of 4096."""
 
     @classmethod
-    def read(cls, values: Reader) -> "DenseConfig":
+    def read(cls, values: Reader) -> Self:
         if "sliding_window" not in values.raw:
             raise CheckpointError("sliding_window is missing")
         window = values.raw["sliding_window"]
@@ -103,8 +107,12 @@ class MimoConfig(Qwen2Config):
     )
 
 
-def make_family(name: str, config: type[DenseConfig], gguf: str = "") -> Family:
-    """Return a family of this class; gguf: what lists its GGUF architectures."""
+def make_family(
+    name: str,
+    config: type[DenseConfig],
+    gguf: "Callable[[], tuple[Architecture, ...]]" = tuple,
+) -> Family:
+    """Return the family of a class of transformers; gguf: lists its GGUF architectures."""
     return replace(
         GROUPED,
         name=f"{name}ForCausalLM",
@@ -112,14 +120,15 @@ def make_family(name: str, config: type[DenseConfig], gguf: str = "") -> Family:
         model_type=name.lower(),
         config=config,
         copies=list_tied_head,
-        **({"gguf": import_lazily(f"{__name__}.gguf", gguf)} if gguf else {}),
+        gguf=gguf,
     )
 
 
+GGUF = f"{__name__}.gguf"
 FAMILIES = (
-    make_family("Llama", LlamaConfig, "list_llama"),
+    make_family("Llama", LlamaConfig, import_lazily(GGUF, "list_llama")),
     make_family("Mistral", MistralConfig),
-    make_family("Qwen2", Qwen2Config, "list_qwen2"),
-    make_family("Qwen3", Qwen3Config, "list_qwen3"),
+    make_family("Qwen2", Qwen2Config, import_lazily(GGUF, "list_qwen2")),
+    make_family("Qwen3", Qwen3Config, import_lazily(GGUF, "list_qwen3")),
     make_family("MiMo", MimoConfig),
 )
