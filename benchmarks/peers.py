@@ -5,7 +5,7 @@
 
 Every peer runs in its own process. Each request goes to all of them, one after the other, in
 an order that rotates; the others sleep meanwhile. Requests are batch 1, greedy, and ignore EOS.
-Missing files (engines, quantised checkpoints, GGUF files) are made first, in
+Missing engines and quantised checkpoints are made first, and GGUF files anew, in
 engines/.peers. A peer that fails is listed with its error. It writes peers.json and peers.png.
 
 tokens/s and the time per output token exclude the first token. Load is the time from the first line

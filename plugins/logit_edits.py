@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls
-from mtpbuild.plugins.penalties import READ, apply_penalties, copy_logits
+from mtpbuild.plugins.penalties import PENALTY_CONTROLS, apply_penalties, copy_logits
 from mtpbuild.runtime.contract.controls import ALLOWED, CONSTRAINED, WORD
 
 
@@ -32,7 +32,7 @@ def _apply_controls(
     """Apply bans, biases and penalties; without a history there are only bans, and no branch."""
     if history is None:
         return without_banned(logits, at, controls)
-    edits = {name: controls[name] for name in (*READ, "banned_ids", "banned_until")}
+    edits = {name: controls[name] for name in (*PENALTY_CONTROLS, "banned_ids", "banned_until")}
     wanted = (at[:, 0] < controls["banned_until"]) | controls["penalised"]
     operands = (logits, at, window, edits, history)
     return when(wanted.any(), _ban_and_penalise, copy_logits, operands)[0]

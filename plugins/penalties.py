@@ -17,7 +17,7 @@ from mtpbuild.plugins.control_tensors import Controls
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # The controls that penalties read.
-READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
+PENALTY_CONTROLS = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
 def apply_penalties(
@@ -29,7 +29,7 @@ def apply_penalties(
     tokens after them (the newest, then drafts), in tensors that join to [B, A], A >= R. The last
     row has seen all of them, each row before it one less.
     """
-    edits = {name: controls[name] for name in READ}
+    edits = {name: controls[name] for name in PENALTY_CONTROLS}
     operands = (logits, history, lengths, ahead, edits)
     return when(controls["penalised"].any(), _penalise, copy_logits, operands)[0]
 

@@ -64,7 +64,7 @@ ONLY_HERE = {
     "mtpbuild.lab.measure.statistics": {"numpy"},
     "mtpbuild.builder.gguf.tokenizer": {"tokenizers"},
     **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("container", "mapped")},
-    **{f"mtpbuild.builder.models.{n}.gguf": {"numpy"} for n in ("deepseek_v3", "qwen3_5")},
+    **{f"mtpbuild.builder.models.{n}.gguf": {"numpy"} for n in ("deepseek_v3", "dense", "qwen3_5")},
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.lab.eval.study": {"numpy"},
     "mtpbuild.builder.targets.onnxruntime.exact": {"numpy"},

@@ -24,7 +24,7 @@ from mtpbuild.plugins.accept_rewind.op import best_token
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.logit_edits import without_banned
-from mtpbuild.plugins.penalties import READ, apply_penalties, record_window
+from mtpbuild.plugins.penalties import PENALTY_CONTROLS, apply_penalties, record_window
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
 from mtpbuild.runtime.contract.rules import Rule
@@ -151,7 +151,7 @@ class MixedAcceptance(Acceptance):
             draft, probs = when(not_greedy.any(), _draw_draft, _choose_greedy_draft, sampled)
         else:
             not_greedy = not_greedy | self.controls["penalised"]
-            edits = {name: self.controls[name] for name in READ}
+            edits = {name: self.controls[name] for name in PENALTY_CONTROLS}
             penalties = (self._history, self.lengths, tuple(self._ahead), edits)
             draft, probs = when(
                 not_greedy.any(), _draw_penalised_draft, _choose_greedy_draft, sampled + penalties

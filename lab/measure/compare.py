@@ -65,8 +65,10 @@ def compare_texts(
     figures["near_ties"] = apart_at_ties
     detail = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
     if apart_at_ties > max(1, diverging_share * len(ours)):
-        return Finding(False, f"{detail}: too many part, if only at near-ties", figures)
-    near = f", {apart_at_ties} parts at a near-tie" if apart_at_ties else ""
+        return Finding(
+            False, f"{detail}: too many texts differ, although only after near-ties", figures
+        )
+    near = f", {apart_at_ties} differ only after a near-tie" if apart_at_ties else ""
     return Finding(True, detail + near, figures)
 
 

@@ -35,11 +35,11 @@ from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import advise_install, explain_missing_package
 from mtpbuild.runtime.requests.stats import COLLAPSED
 
-REJECTION_PROMPTS = 4
+DISTRIBUTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
-SHORTEST = 4
-SHORT = 16  # the number of (shortest) prompts, and of tokens, for `check_machine`
+MACHINE_PROMPTS = 4  # the shortest ones, for `check_machine`
+MACHINE_TOKENS = 16  # of each text of `check_machine`
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
@@ -48,7 +48,7 @@ class VerifyCase(Case):
     """A case with an engine to compare with, and the model that both were built of."""
 
     base: Engine | str  # of nextn 0, or why there is none
-    seeds: int  # sampled texts per prompt for `rejection_distribution`
+    seeds: int  # sampled texts per prompt for `check_distribution`
     checkpoint: str | None = None  # recipe or folder; None: the recipe of the engine's model
 
     def require_base(self) -> Engine:
@@ -163,8 +163,10 @@ def check_machine(case: VerifyCase) -> Finding:
     """Run an exact engine with other numbers of threads, and with each instruction set."""
     if not case.engine.manifest.build.counts_as_exact:
         raise NotChecked("the engine is not exact")
-    prompts = sorted(case.prompts, key=len)[:SHORTEST]
-    params = [replace(p, max_tokens=min(SHORT, case.length)) for p in case.params(*SETTINGS)]
+    prompts = sorted(case.prompts, key=len)[:MACHINE_PROMPTS]
+    params = [
+        replace(p, max_tokens=min(MACHINE_TOKENS, case.length)) for p in case.params(*SETTINGS)
+    ]
     params = params[: len(prompts)]
     wanted = run_prompts(case.engine, prompts, params)
     tried = list[str]()
@@ -225,8 +227,8 @@ def check_distribution(case: VerifyCase, rule: str = "rejection") -> Finding:
     statistic = 0.0
     freedom = 0
     worst = (0.0, "")
-    step = max(1, len(case.prompts) // REJECTION_PROMPTS)
-    chosen = range(0, len(case.prompts), step)[:REJECTION_PROMPTS]
+    step = max(1, len(case.prompts) // DISTRIBUTION_PROMPTS)
+    chosen = range(0, len(case.prompts), step)[:DISTRIBUTION_PROMPTS]
     for number in chosen:
         prompts = [case.prompts[number]] * case.seeds
         params = [replace(hot, seed=seed) for seed in range(case.seeds)]

@@ -42,7 +42,7 @@ def measure_distance(
 
 
 def _compute_divergence(wanted: Tensor, likeliest: TokenLogprobs) -> float:
-    """Return the KL divergence of an engine's top tokens, and of the rest as one token."""
+    """Return KL(checkpoint || engine) over the engine's top tokens and the rest as one token."""
     ids, logprobs = zip(*likeliest.top, strict=True)
     q = torch.tensor(logprobs).double()
     p = wanted[list(ids)].double()

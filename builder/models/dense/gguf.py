@@ -32,14 +32,14 @@ def list_llama() -> tuple[Architecture, ...]:
 
 
 def list_qwen2() -> tuple[Architecture, ...]:
-    return (Architecture("qwen2", read_gguf_config, LAYER, splits=QWEN),)
+    return (Architecture("qwen2", read_dense_config, LAYER, splits=QWEN),)
 
 
 def list_qwen3() -> tuple[Architecture, ...]:
-    return (Architecture("qwen3", read_gguf_config, LAYER, splits=QWEN),)
+    return (Architecture("qwen3", read_dense_config, LAYER, splits=QWEN),)
 
 
-def read_gguf_config(file: GgufFile) -> Config:
+def read_dense_config(file: GgufFile) -> Config:
     usual = file.key("embedding_length") // file.key("attention.head_count")
     return {
         **read_sizes(file),
@@ -55,7 +55,7 @@ def read_gguf_config(file: GgufFile) -> Config:
 def read_llama_config(file: GgufFile) -> Config:
     if experts := file.key("expert_count", 0):
         raise CheckpointError(f"{file.path}: expert_count {experts} is not supported; supported: 0")
-    config = read_gguf_config(file)
+    config = read_dense_config(file)
     if FACTORS in file.tensors:
         config["rope_parameters"] = read_llama3(file, config)
     return config
