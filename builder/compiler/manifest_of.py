@@ -47,7 +47,7 @@ def write_manifests(
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=make_model_info(model),
-            build=build_info(plans, out, model, exact),
+            build=make_build_info(plans, out, model, exact),
             target=plans.target.info(plan),
             capabilities={
                 "acceptance": [*BUILT_IN, *plan.rules],
@@ -74,7 +74,7 @@ def make_model_info(model: "OpenedModel") -> ModelInfo:
     )
 
 
-def build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool | None) -> BuildInfo:
+def make_build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool | None) -> BuildInfo:
     """Return the flags of the build; most are fields of the plan with the same names."""
     plan, layers = plans.engines[out], plans.request.layers
     packages = {name: package_of_rule(name) for name in plan.rules}

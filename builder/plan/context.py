@@ -34,7 +34,6 @@ def choose_context(
 
 def count_weights_bytes(plan: Plan, folder: Path) -> int:
     """Return the bytes of a rank's weights file; the folder has the checkpoint's small files."""
-    dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
     format_of = find_formats(folder, plan.config, plan.scheme)
-    held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks, dtype)
+    held = count_engine_classes(plan.config, format_of, plan.style, plan.ranks)
     return count_file_bytes(held)

@@ -51,7 +51,9 @@ def measure_machine(root: Path = SYSTEM) -> Machine:
     limits = measure_limits(root)
     if limits.memory is None:
         meminfo = root / "proc/meminfo"
-        raise UsageError(f"--cpu reads {meminfo}, which this system does not have")
+        raise UsageError(
+            f"memory is read from {meminfo}, which this system lacks: run this on Linux"
+        )
     places = (find_disk(cache_folder()), find_disk(Path.cwd()))
     return Machine(limits.memory, limits.free, *places)
 

@@ -167,11 +167,11 @@ def find_model(
     named = name_model(model)
     if checkpoint is not None and named.folder is not None:
         raise errors.UsageError(
-            f"--checkpoint holds a recipe's or a repository's weights; --model {model} is neither"
+            f"--model {model} is a folder or file already: leave --checkpoint out"
         )
     if revision is not None and (checkpoint is not None or named.repository is None):
         raise errors.UsageError(
-            "--revision is of a Hugging Face repository; the weights are a folder's"
+            "--revision needs a Hugging Face repository, the weights are a folder's: leave it out"
         )
     folder = checkpoint or named.find_weights(revision)
     if folder is None:

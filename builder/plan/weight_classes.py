@@ -16,7 +16,7 @@ from mtpbuild.builder.formats.format import NAMES, SIZES
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_wide
+from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_fp32
 from mtpbuild.builder.plan.recipe import find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.quantised_view import format_by
@@ -158,7 +158,7 @@ def count_held_bytes(
     """
     share, portions = Share(table.ranks), dict[str, float]()
     for weight in choose_formats(table, lambda stored: formats[stored.name], style):
-        floats = SIZES["F32" if stays_wide(weight.name, style.for_gpu) else NAMES[style.dtype]]
+        floats = SIZES["F32" if stays_fp32(weight.name, style.for_gpu) else NAMES[style.dtype]]
         group = 0 if weight.format is None else weight.scale_group(share)
         sizes = dict[Any, float]()  # of tensors with the same shape and format
         for stored, format in weight.formats_by_stored:
@@ -179,16 +179,25 @@ def count_engine_classes(
     format_of: FormatOf,
     style: GraphStyle,
     ranks: Ranks = ALONE,
-    dtype: str = "F32",
 ) -> list[WeightClass]:
     """Count the weights of an engine.
 
-    format_of: a weight's format in the checkpoint that it is built of. dtype: the type of weights
-    that are not quantised in the engine.
+    format_of: a weight's format in the checkpoint that it is built of. A tied embedding counts as
+    fp32 if the head is.
     """
     table = choose_formats(make_family_table(config, ranks), format_of, style)
     held = table.stored_formats
-    engine = CheckpointLayout("", config, lambda s: held[s.name], lambda _: dtype, repeated=False)
+    fp32 = {
+        stored.name
+        for weight in table.weights
+        if stays_fp32(weight.name, style.for_gpu)
+        for stored in weight.stored
+    }
+
+    def name_dtype(stored: StoredTensor) -> str:
+        return "F32" if stored.name in fp32 else NAMES[style.dtype]
+
+    engine = CheckpointLayout("", config, lambda s: held[s.name], name_dtype, repeated=False)
     classes = count_classes(engine, ranks)
     twice = [weights for weights in classes if weights.name == TIED and not table.shares_embedding]
     return classes + [replace(weights, name="embedding") for weights in twice]

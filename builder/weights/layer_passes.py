@@ -60,7 +60,9 @@ class StreamedModel:
         with torch.device("meta"):
             plain = self.family.reference(self.config)
         if not isinstance(plain, PlainCausalLM) or _shares_choices(plain):
-            raise UsageError(f"{self.family.name}: its layers can't run one by one")
+            raise UsageError(
+                f"{self.family.name}: its layers can't run one by one: leave --calibrate out"
+            )
         self.plain = plain.eval().requires_grad_(False)
         self._names = {module: name for name, module in plain.named_modules()}
         longest = max(batch.shape[1] for batch in batches)

@@ -99,20 +99,20 @@ def accept_mixed(
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
     operands = (p, window, draft_probs, real, numbers)
     target, margins, kept = _choose_targets(logits, operands, controls)
-    judged = gather_rule_inputs(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
+    inputs = gather_rule_inputs(p, window, draft_probs, at, thinking, controls, numbers[:, ACCEPT])
     n = torch.ones_like(lengths)
     if T > 1:
-        good = _accept(judged, window, target, kept)
+        good = _accept(inputs, window, target, kept)
         for rule in rules:
-            rows = Judged(good, target, margins)
-            good, target, margins = _apply_rule(rule, judged, numbers[:, RECOVER], real, rows)
+            judged = Judged(good, target, margins)
+            good, target, margins = _apply_rule(rule, inputs, numbers[:, RECOVER], real, judged)
         good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
 
     final = (n - 1).clamp(min=0)[:, None]
     tokens = torch.where(row < n[:, None] - 1, _drafts_of(window), target)
-    phase = judged.thinking.gather(1, final)[:, 0]
+    phase = inputs.thinking.gather(1, final)[:, 0]
     after = _next_phase(phase, tokens.gather(1, final)[:, 0], controls["thinking_ids"])
     best = logprobs.topk(min(MAX_LOGPROBS, V), dim=-1)
     return Verdict(
@@ -220,17 +220,17 @@ def _draw_nothing(
     return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
-def _accept(judged: RuleInputs, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
+def _accept(inputs: RuleInputs, window: Tensor, target: Tensor, kept: Tensor) -> Tensor:
     """Return whether each row's draft is kept [B, T] if all before it are; kept: by chance."""
-    controls = judged.controls
+    controls = inputs.controls
     sampled = controls["temperature"][:, None] > 0
     forced = controls["synthetic"] >= 0
     by_chance = controls["rejection"][:, None] & sampled & ~forced
-    near = _is_near(judged) & judged.thinking & ~sampled
+    near = _is_near(inputs) & inputs.thinking & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
-    good = (by_chance & kept) | (~by_chance & ~forced & ((judged.drafts == target) | near))
-    good = good | (forced & (judged.numbers < controls["synthetic"]))
-    return good & (judged.drafts == _drafts_of(window))
+    good = (by_chance & kept) | (~by_chance & ~forced & ((inputs.drafts == target) | near))
+    good = good | (forced & (inputs.numbers < controls["synthetic"]))
+    return good & (inputs.drafts == _drafts_of(window))
 
 
 def _drafts_of(window: Tensor) -> Tensor:
@@ -261,27 +261,27 @@ def gather_rule_inputs(
 
 def _apply_rule(
     rule: Rule,
-    judged: RuleInputs,
+    inputs: RuleInputs,
     numbers: Tensor,
     real: Tensor,
-    rows: Judged,
+    judged: Judged,
 ) -> Judged:
     """Let a rule decide in the slots that asked for it; it is skipped if no slot did.
 
-    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. rows: what holds in
-    the other slots.
+    numbers [B, T]: for its choices. real [B, T] bool: the rows with a draft. judged: the decisions
+    in the other slots.
     """
-    good, target, margins = rows
-    asked = judged.controls[rule.name]
+    good, target, margins = judged
+    asked = inputs.controls[rule.name]
     # A copy, as torch.cond wants operands that share no memory, and both numbers are views of one.
-    operands = (*vars(judged).values(), numbers.clone())
+    operands = (*vars(inputs).values(), numbers.clone())
     kept, *choice = when(asked.any(), _decide_by(rule), _decide_nothing(rule), operands)
     asked = asked[:, None]
-    good = (asked & kept & (judged.p_draft > 0)) | (~asked & good)
+    good = (asked & kept & (inputs.p_draft > 0)) | (~asked & good)
     if choice:
         token, margin = choice
-        known = token.clamp(0, judged.p.shape[-1] - 1)
-        possible = (known == token) & (judged.p.gather(-1, known[..., None])[..., 0] > 0)
+        known = token.clamp(0, inputs.p.shape[-1] - 1)
+        possible = (known == token) & (inputs.p.gather(-1, known[..., None])[..., 0] > 0)
         chosen = asked & real & possible
         target = torch.where(chosen, token, target)
         margins = torch.where(chosen, margin, margins)
@@ -290,9 +290,9 @@ def _apply_rule(
 
 def _decide_by(rule: Rule) -> Branch:
     def decide(*operands: Any) -> tuple[Tensor, ...]:
-        judged = RuleInputs(*operands[:-1])
-        choice = () if rule.chooses is None else rule.chooses(judged, operands[-1])
-        return tuple(part.clone() for part in (rule.keeps(judged), *choice))
+        inputs = RuleInputs(*operands[:-1])
+        choice = () if rule.chooses is None else rule.chooses(inputs, operands[-1])
+        return tuple(part.clone() for part in (rule.keeps(inputs), *choice))
 
     return decide
 
@@ -306,15 +306,15 @@ def _decide_nothing(rule: Rule) -> Branch:
     return decide
 
 
-def _is_near(judged: RuleInputs) -> Tensor:
+def _is_near(inputs: RuleInputs) -> Tensor:
     """Return [B, T]: whether relaxed mode keeps the draft, by its rank and distance in p."""
-    p, drafts = judged.p, judged.drafts[..., None]
+    p, drafts = inputs.p, inputs.drafts[..., None]
     p_draft = p.gather(-1, drafts)  # as in `gather_rule_inputs`, so that a graph has it once
     ids = torch.arange(p.shape[-1], device=p.device)
     rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
-    gap = p.amax(-1) - judged.p_draft
-    wanted, delta = (judged.controls[f"relaxed_{name}"][:, None] for name in ("topk", "delta"))
-    possible = judged.p_draft > 0  # not banned
+    gap = p.amax(-1) - inputs.p_draft
+    wanted, delta = (inputs.controls[f"relaxed_{name}"][:, None] for name in ("topk", "delta"))
+    possible = inputs.p_draft > 0  # not banned
     return possible & (wanted > 1) & (rank < wanted) & (gap <= delta)
 
 

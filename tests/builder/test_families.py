@@ -26,6 +26,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Positions, Rope
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
+from mtpbuild.builder.plan.context import count_weights_bytes
 from mtpbuild.builder.plan.plan import DrafterName
 from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
 from mtpbuild.lab.measure.runs import run_prompts
@@ -431,6 +432,16 @@ def test_stripped_modules(name: str, stripped: str, says: str, tmp_path: Path) -
     without = plan_engines(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
     assert without.config.num_nextn_predict_layers == 0
     assert not any(weight.name.startswith("mtp.") for weight in without.table)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gigachat", "qwen3-next", "qwen3"])
+def test_the_bytes_that_checks_expect(name: str, dtype: str, tmp_path: Path) -> None:
+    """Routers, exponents and heads of CPUs stay fp32 in an engine of bfloat16."""
+    folder = save_family(tmp_path / name, name, make_family(name))
+    out = tmp_path / "engine"
+    plans = plan_engines(build_request(folder, (0,), out=out, target="inductor", dtype=dtype))
+    assert count_weights_bytes(plans.engines[out], folder) == plans.open_model().weight_bytes
 
 
 @pytest.mark.parametrize("name", ["gigachat", "mimo"])

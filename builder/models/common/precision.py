@@ -9,7 +9,7 @@ fp32 on a CPU and bfloat16 on a GPU.
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.weight import stays_wide
+from mtpbuild.builder.models.common.weight import stays_fp32
 from mtpbuild.runtime.contract.manifest import FloatType
 
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,7 +26,7 @@ def set_dtype(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> No
     A CPU has no product of bfloat16 that returns its fp32 sums unrounded (`matmul_wide`).
     """
     for name, weight in model.named_parameters():
-        wide = stays_wide(name, for_gpu)
+        wide = stays_fp32(name, for_gpu)
         if weight.is_floating_point() and weight.dtype != dtype and not wide:
             weight.data = torch.empty_like(weight, dtype=dtype)
 

@@ -49,8 +49,8 @@ def in_turn(*w: Tensor) -> Tensor:
     return torch.stack(w, dim=1).flatten(0, 1)[None]
 
 
-def stays_wide(name: str, for_gpu: bool) -> bool:
-    """Return whether a weight is fp32 in engines of any dtype; a head is on CPUs alone."""
+def stays_fp32(name: str, for_gpu: bool) -> bool:
+    """Return whether a weight is fp32 in engines of any dtype; so is a head, on CPUs alone."""
     head = name.endswith(("lm_head", "draft_head")) and not for_gpu
     return head or any(part in name for part in ROUTERS) or name.endswith(EXPONENTS)
 
