@@ -82,7 +82,7 @@ def encode_prompt(engine: Engine, body: ChatBody) -> list[int]:
     if body.reasoning_effort is not None:
         templates = engine.tokenizer.chat_template if engine.tokenizer else None
         if templates is None or "reasoning_effort" not in templates.text:
-            message = "reasoning_effort: this model's chat template does not read it; leave it out"
+            message = "reasoning_effort is not supported: this model's template does not read it"
             raise ApiError(400, message, "reasoning_effort")
         kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
         options["chat_template_kwargs"] = kwargs

@@ -55,7 +55,7 @@ class RequestGate:
         # An address is no name: browsers read a name of digits and dots as IPv4.
         is_address = ":" in name or name.replace(".", "").isdecimal()
         if name and not is_address and not {name, "*"} & self._hosts:
-            raise ApiError(403, f"this server is not called {name:.60}: see --allowed-hosts")
+            raise ApiError(403, f"this server is not called {name:.60}: add it to allowed_hosts")
 
     def _check_page(self, request: Request) -> None:
         """Refuse POST from pages of other origins: CORS prevents reading, but not sending."""
@@ -65,4 +65,6 @@ class RequestGate:
         if site is None and origin:  # an old browser, or a program that sends Origin
             foreign = origin.partition("://")[2] != request.headers.get("host", "")
         if foreign and not {origin, "*"} & self._origins:
-            raise ApiError(403, f"a page of another origin asks ({origin:.60}): see --allow-origin")
+            raise ApiError(
+                403, f"a page of another origin asks ({origin:.60}): add it to allow_origin"
+            )

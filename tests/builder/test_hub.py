@@ -428,7 +428,7 @@ def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"README.md": ""}, "no config.json; give a Hugging Face checkpoint folder"),
         ({"pytorch_model.bin": "", "config.json": {}}, f"x/y: neither {SINGLE} nor {INDEX}, and"),
-        ({"config.json": {"model_type": "llama"}}, "unsupported architecture llama; supported: De"),
+        ({"config.json": {"model_type": "gpt2"}}, "unsupported architecture gpt2; supported: De"),
         ({"config.json": {"quantization_config": {"quant_method": "hqq"}}}, "quantised as hqq are"),
         (
             {"config.json": {}, "tiktoken.model": "x"},
@@ -440,8 +440,8 @@ def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"config.json": {}, INDEX: {"weight_map": {"a": "/b"}}}, "shard '/b' is not a file name"),
         ({"config.json": {}, INDEX: {"weight_map": {"a": "b"}}, "b": ""}, "x/y/b: not a readable"),
         (
-            {"config.json": {"model_type": "llama", "quantization_config": {"quant_method": "x"}}},
-            "unsupported architecture llama",
+            {"config.json": {"model_type": "gpt2", "quantization_config": {"quant_method": "x"}}},
+            "unsupported architecture gpt2",
         ),
     ],
 )
@@ -450,7 +450,7 @@ def test_what_is_refused_before_weights_are_fetched(
 ) -> None:
     if "config.json" in files:
         files = files | {"config.json": config(checkpoint, **files["config.json"])}
-        if "llama" in says:
+        if "gpt2" in says:
             files["config.json"].pop("architectures")
     if INDEX not in files and "pytorch_model.bin" not in files and "b.gguf" not in files:
         files = files | {SINGLE: "weights"}
@@ -527,10 +527,10 @@ def test_formats_of_a_folder(
 
 
 def test_a_class_is_refused_before_its_number_format(checkpoint: Path, tmp_path: Path) -> None:
-    raw = config(checkpoint, model_type="llama", quantization_config={"quant_method": "x"})
-    raw["architectures"] = ["LlamaForCausalLM"]
+    raw = config(checkpoint, model_type="gpt2", quantization_config={"quant_method": "x"})
+    raw["architectures"] = ["GPT2LMHeadModel"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="unsupported architecture LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match="unsupported architecture GPT2LMHeadModel"):
         find_model(str(tmp_path))
 
 

@@ -341,5 +341,5 @@ def test_where_it_does_not_run(undrafted: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineError, match="this is rank 1: it follows rank 0"):
         Engine.load(undrafted)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UsageError, match="rank 0 is the engine"):
+    with pytest.raises(UsageError, match="rank 0 follows nobody"):
         follow(undrafted)

@@ -282,7 +282,7 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"prompt": "a", "tools": []}', r"in\.jsonl:2: tools goes with messages"),
         ('{"messages": [], "tools": []}', r"in\.jsonl:2: messages is empty"),
         ('{"messages": [{"role": "user", "content": ""}], "tools": [5]}', r":2: tools 0 is not a"),
-        ('{"messages": [{"role": "user"}]}', r":2: messages\.0\.content is missing: a text or"),
+        ('{"messages": [{"role": "user"}]}', r":2: messages\.0\.content is missing: give a text"),
         ('{"messages": [{"role": "u", "content": ""}], "chat_template_kwargs": {"messages": []}}',
          r"in\.jsonl:2: messages can't be one of chat_template_kwargs"),
         ('{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": []}',
