@@ -133,10 +133,10 @@ def test_where_weights_are_found(tmp_path: Path) -> None:
 def test_what_checkpoint_and_revision_go_with(tmp_path: Path) -> None:
     given = find_model("some/model", tmp_path)
     assert (given.name, given.engine, given.folder) == ("some/model", "model", tmp_path)
-    with pytest.raises(UsageError, match="--checkpoint holds a recipe's or a repository's weights"):
+    with pytest.raises(UsageError, match="is a folder or file already: leave --checkpoint out"):
         find_model(str(tmp_path), tmp_path)
     for model, checkpoint in ((str(tmp_path), None), ("deepseek-tiny", None), ("a/b", tmp_path)):
-        with pytest.raises(UsageError, match="--revision is of a Hugging Face repository"):
+        with pytest.raises(UsageError, match="--revision needs a Hugging Face repository"):
             find_model(model, checkpoint, "main")
 
 

@@ -193,7 +193,7 @@ def test_this_machine(tmp_path: Path) -> None:
     found = measure_machine()
     assert 0 < found.available <= found.memory <= psutil.virtual_memory().total
     assert find_disk(tmp_path / "not" / "there").device == find_disk(tmp_path).device
-    with pytest.raises(UsageError, match="meminfo, which this system does not have"):
+    with pytest.raises(UsageError, match="meminfo, which this system lacks"):
         measure_machine(tmp_path)
 
 
