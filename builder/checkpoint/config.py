@@ -149,6 +149,9 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     for name in needed:
         if rope.raw.get(name) is None:
             raise CheckpointError(f"{name} of rope type {kind!r} is missing")
+    low, high = rope.number("low_freq_factor", 1.0, 0), rope.number("high_freq_factor", 4.0, 0)
+    if kind == "llama3" and low >= high:
+        raise CheckpointError(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
     has_factor = rope.raw.get("attention_factor") is not None
     return rope.fill(
         RopeConfig,

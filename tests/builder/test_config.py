@@ -151,9 +151,15 @@ REQUIRED += ["num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope
 REQUIRED += ["v_head_dim", "max_position_embeddings"]
 YARN = BASE["rope_scaling"]
 # What is wrong, and what its line must say.
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (base("architectures", "model_type"), "unsupported architecture none"),
     (base(model_type="gpt2", architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel; supported"),
+    (base(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor 4 must be below"),
+    (base(rope_scaling={"rope_type": "llama3"}), "factor of rope type 'llama3' is missing"),
     (base("architectures", model_type="deepseek_v2"), "deepseek_v2; supported: DeepseekV3"),
     (base(architectures="DeepseekV3ForCausalLM"), "architectures must be a list"),
     (base(architectures=[["DeepseekV3ForCausalLM"]]), "architectures must be a list"),

@@ -27,7 +27,7 @@ from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, RequestFailedError, UsageError
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.start import start_ranks
+from mtpbuild.runtime.group.start import build_command, start_ranks
 from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.prefix_cache.cache import open_prefix_cache
 from mtpbuild.runtime.programs.follow import follow
@@ -35,6 +35,7 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import check_texts
 from tests.support import eager_ranks, rank_bugs
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fakes import fake_manifest
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
     GREEDY,
@@ -343,3 +344,16 @@ def test_where_it_does_not_run(undrafted: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="rank 0 follows nobody"):
         follow(undrafted)
+
+
+def test_the_command_for_a_missing_rank_names_what_changes_weights() -> None:
+    manifest = fake_manifest()
+    flags = {"quantised_to": "int4", "head_weights": "int8", "revision": "v1"}
+    changes = {
+        "build": manifest.build.model_copy(update=flags),
+        "capabilities": {"acceptance": ["strict", "mine"]},
+    }
+    command = build_command(Path("e"), manifest.model_copy(update=changes), 1)
+    for flag in ("--weights int4", "--head-weights int8", "--revision v1", "--rank 1"):
+        assert flag in command
+    assert command.endswith("--out e --acceptance-rule mine")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from mtpbuild.builder.checkpoint.config import ModuleInputs, ModuleNames, Reader, fixed
+from mtpbuild.builder.checkpoint.config import ModuleInputs, ModuleNames, Reader, fixed, flag
 from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.grouped_family import GROUPED
@@ -102,6 +102,7 @@ class MimoConfig(Qwen2Config):
         head_norm="final_layernorm",
     )
 
+    attention_bias: bool = flag(True)
     mtp: ModuleInputs = fixed(
         ModuleInputs(hidden_first=True, trunk_normed=False, recycles_normed=False)
     )

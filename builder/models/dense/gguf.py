@@ -40,14 +40,12 @@ def list_qwen3() -> tuple[Architecture, ...]:
 
 
 def read_dense_config(file: GgufFile) -> Config:
-    usual = file.key("embedding_length") // file.key("attention.head_count")
+    heads = file.key("attention.head_count")
     return {
         **read_sizes(file),
         "intermediate_size": file.key("feed_forward_length"),
-        "num_key_value_heads": file.key(
-            "attention.head_count_kv", file.key("attention.head_count")
-        ),
-        "head_dim": file.key("attention.key_length", usual),
+        "num_key_value_heads": file.key("attention.head_count_kv", heads),
+        "head_dim": file.key("attention.key_length", file.key("embedding_length") // heads),
         "rope_parameters": read_rope(file),
     }
 
