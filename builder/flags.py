@@ -145,6 +145,12 @@ class VerifyFlags:
 class TuneFlags:
     """Flags of `tune-head`."""
 
+    data: Path | None = flag(None, "JSONL file of prompts, as of `run --input`.")
+    prompts_by_model: int | None = flag(None, "Instead, let the model write this many prompts.")
+    new: bool = drafts_flag(False, "Make a module for a model that has none.")
+    draft_vocab: int | None = drafts_flag(
+        None, "Draft only from this many tokens, the commonest of the answers."
+    )
     nextn: int = drafts_flag(3, "Draft tokens per step of the engines that the head is for.")
     drafter: str | None = drafts_flag(None, "mtp-eagle or mtp-vanilla, as of `build`.")
     weights: str | None = model_flag(None, "Format of those engines' weights, as of `build`.")

@@ -16,7 +16,6 @@ from mtpbuild.runtime.flag_groups import group_flags
 @group_flags
 def tune_head(
     model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
-    data: Annotated[Path, Option(help="JSONL file of prompts, as of `run --input`.")],
     out: Annotated[Path, Option(help="Folder of the new head.")],
     flags: TuneFlags,
 ) -> None:
@@ -27,10 +26,10 @@ def tune_head(
         with explain_missing_package("tune-head", "build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.stages import Stages
             from mtpbuild.lab.tune.tune_head import TuneRequest, tune_head
-        done = tune_head(TuneRequest(model, data, out, **vars(flags)), Stages(watch))
+        done = tune_head(TuneRequest(model=model, out=out, **vars(flags)), Stages(watch))
     typer.echo(
         f"acceptance length of {done.drafter} at nextn {done.nextn} on {done.prompts} held-out "
         f"prompts: {done.before:.2f} -> {done.after:.2f}; {done.same} of {done.prompts} texts are "
         f"the same\nwrote {out}: trained on {done.texts:,} texts of {done.tokens:,} tokens; "
-        f"`mtpbuild refit --engine ENGINE --checkpoint {model} --mtp {out}` puts it into an engine"
+        f"`mtpbuild build --model {model} --nextn {done.nextn} --mtp {out}` makes an engine with it"
     )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
-from mtpbuild.builder.compiler.draft_vocab import draft_ids
+from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.plan.plan import Nextn, sort_nextns
@@ -56,9 +56,14 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
 def choose_draft_ids(
     request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the ids of the tokens that drafts are chosen from; () means all tokens."""
+    """Return the ids of the tokens that drafts are chosen from; () means all tokens.
+
+    A head that was trained for some tokens has their ids in its folder.
+    """
     if request.draft_vocab is None:
-        return ()
+        ids = None if request.mtp is None else request.mtp / DRAFT_VOCAB
+        trained = ids is not None and ids.is_file() and nextns != (0,) and request.ranks.tp == 1
+        return draft_ids(str(ids), folder, vocab_size) if trained else ()
     if nextns == (0,):
         raise UsageError("--draft-vocab is for engines that draft: --nextn 0 has no drafts")
     if request.ranks.tp > 1:
@@ -72,8 +77,9 @@ def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> t
         return sort_nextns(request.nextn)
     if config.num_nextn_predict_layers == 0:
         raise UsageError(
-            "the checkpoint has no MTP modules: say --nextn 0 to build without, or join a head of "
-            f"the same model with --mtp FILE_OR_FOLDER{offer_unnamed_head(folder)}"
+            "the checkpoint has no MTP modules: say --nextn 0 to build without, join a head of the "
+            "same model with --mtp FILE_OR_FOLDER, or make one by `mtpbuild tune-head --new`"
+            f"{offer_unnamed_head(folder)}"
         )
     return (config.num_nextn_predict_layers,)
 

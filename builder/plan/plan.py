@@ -146,7 +146,8 @@ def choose_drafter(
     if needed and not modules:
         raise BuildError(
             f"--nextn {nextn} needs an MTP module; this checkpoint has none "
-            "(num_nextn_predict_layers 0): build --nextn 0, or join a head with --mtp"
+            "(num_nextn_predict_layers 0): build --nextn 0, join a head with --mtp, or make one by "
+            "`mtpbuild tune-head --new`"
         )
     if needed > modules:
         raise UsageError(

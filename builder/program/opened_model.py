@@ -24,7 +24,7 @@ from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.drafter_weights import join_brought
-from mtpbuild.builder.weights.head import open_slice
+from mtpbuild.builder.weights.head import open_slice, refuse_other_trunk
 from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
@@ -139,6 +139,8 @@ def open_model(
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers, source.mtp)
+    if source.mtp is not None:
+        refuse_other_trunk(stored, source.mtp)
     config = replace(stored.settle(config, drafts), draft_ids=draft_ids)
     stored, config = join_brought(stored, config, brought)
     table = stored.check(config, ranks)

@@ -1,13 +1,17 @@
 """Join MTP modules from other files to a checkpoint: its own are missing, or are replaced."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
+from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -25,6 +29,8 @@ from mtpbuild.builder.weights.files import (
 from mtpbuild.runtime.errors import CheckpointError
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+TRUNK, HASH = "trunk", "embedding_hash"  # in the config.json of a head that tune-head made
+BITS = 256
 
 
 def find_head_files(place: Path) -> list[Path]:
@@ -107,3 +113,32 @@ def open_slice(folder: Path, layers: LayersSlice | None, mtp: Path | None = None
     if mtp is not None:
         checkpoint = join_head(checkpoint, mtp, load_config(folder))
     return cut_tensors(checkpoint, layers)
+
+
+def hash_embedding(checkpoint: Checkpoint) -> str:
+    """Return the signs of sums over some rows, as hexadecimal digits.
+
+    Copies of a model in other formats and its fine-tunes have nearly the same signs.
+    """
+    table = torch.cat([*checkpoint.rows(EMBEDDING)])
+    rows = table[torch.arange(BITS) * len(table) // BITS].double()
+    first, second = rows.tensor_split(2, dim=1)
+    bits = (first.sum(1) > second.sum(1)).tolist()
+    return f"{int(''.join(str(int(bit)) for bit in bits), 2):0{BITS // 4}x}"
+
+
+def describe_trunk(checkpoint: Checkpoint, name: str) -> dict[str, str]:
+    """Return what a head's config.json says of the trunk that it was made for."""
+    return {"name": name, HASH: hash_embedding(checkpoint)}
+
+
+def refuse_other_trunk(checkpoint: Checkpoint, place: Path) -> None:
+    """Raise CheckpointError if a head's config.json says that it was made for another trunk."""
+    trunk = read_text_config(find_head_files(place)[0].parent).get(TRUNK)
+    if not isinstance(trunk, dict) or not re.fullmatch("[0-9a-f]{64}", str(trunk.get(HASH))):
+        return
+    others = int(hash_embedding(checkpoint), 16) ^ int(trunk[HASH], 16)
+    if others.bit_count() > BITS // 4:  # two models agree in about half
+        raise CheckpointError(
+            f"--mtp {place}: this head was made for {trunk.get('name')}, whose embedding is another"
+        )

@@ -3,13 +3,14 @@
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -25,7 +26,8 @@ SHARPNESS = 2.0
 ROWS = 512  # places whose logits are in memory at once
 SAVE_SECONDS = 30.0
 WARM_UP = 0.05  # of the steps
-STATE = "training.pt"
+MEASURED = 10  # times in a training
+STATE, BEST, UNFINISHED = "training.pt", "best.pt", "unfinished.pt"
 FROZEN = ("embed_tokens.weight", "shared_head.head.weight")  # a module's own
 
 
@@ -48,6 +50,7 @@ class Training:
     dtype: str
     lr: float
     epochs: int
+    draft_ids: tuple[int, ...] = ()  # the tokens that are drafted; () means all
 
     @property
     def modules(self) -> range:
@@ -58,7 +61,8 @@ class Training:
         """Estimate the bytes that the training takes."""
         c = plain.config
         trained = 0
-        frozen = c.vocab_size * c.hidden_size  # the head
+        drafted = len(self.draft_ids) or c.vocab_size
+        frozen = drafted * c.hidden_size  # the head
         for k in self.modules:
             for name, weight in plain.module(k).named_parameters():
                 if self.lora is None and not name.endswith(FROZEN):
@@ -66,7 +70,7 @@ class Training:
                     continue
                 frozen += weight.numel()
                 trained += (self.lora or 0) * sum(weight.shape) if weight.dim() == 2 else 0
-        logits = 4 * ROWS * c.vocab_size  # of both models, with gradients
+        logits = 4 * ROWS * drafted  # of both models, with gradients
         activations = 50 * self.nextn * BATCH * c.hidden_size
         kept = DTYPES[self.dtype].itemsize * frozen
         return 16 * trained + kept + 4 * (logits + activations)  # a gradient and Adam's two, too
@@ -88,17 +92,19 @@ class LowRank(nn.Module):
 def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
     """Add the gradients of a batch's mean loss over all drafts of all steps; return the loss.
 
-    The loss is the cross-entropy with the trunk's own next token.
+    The loss is the cross-entropy with the trunk's own next token, where it may be drafted.
     """
     hidden = read_hidden(batch.hidden)
     T = batch.tokens.shape[1]
-    places = torch.arange(T) >= batch.first[:, None]
-    count = sum(int(places[:, : T - j].sum()) for j in range(1, how.nextn + 1))
+    after = torch.arange(T) >= batch.first[:, None]
+    may_be_drafted = find_drafted(batch.tokens, how)
+    places = [after[:, : T - j] & may_be_drafted[:, j:] for j in range(1, how.nextn + 1)]
+    count = max(1, sum(int(some.sum()) for some in places))
     total = 0.0
     ends = list[tuple[Tensor, Tensor]]()
     for j, (k, g) in enumerate(run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle), 1):
         leaf = g.detach().requires_grad_()  # logits are many: some at a time, each with its part
-        for some in places[:, : T - j].nonzero().split(ROWS):
+        for some in places[j - 1].nonzero().split(ROWS):
             row, q = some.unbind(1)
             with torch.no_grad():
                 wanted = (SHARPNESS * plain.logits(hidden[row, q + j]).float()).softmax(-1)
@@ -112,15 +118,51 @@ def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
     return total
 
 
+def find_drafted(tokens: Tensor, how: Training) -> Tensor:
+    """Tell for each place of texts [B, T] whether the token after it may be drafted."""
+    if not how.draft_ids:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    return F.pad(torch.isin(tokens[:, 1:], torch.tensor(how.draft_ids)), (0, 1))
+
+
+@torch.no_grad()
+def measure_acceptance(
+    plain: PlainCausalLM, batches: Iterable[Batch], how: Training
+) -> list[float]:
+    """Return for each draft how often it and those before it are the trunk's choices."""
+    accepted, count = torch.zeros(how.nextn), 0
+    for batch in batches:
+        hidden = read_hidden(batch.hidden)
+        T = batch.tokens.shape[1]
+        places = (torch.arange(T) >= batch.first[:, None])[:, : T - how.nextn - 1].nonzero()
+        may_be_drafted = find_drafted(batch.tokens, how)
+        count += len(places)
+        chain = [*run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle)]
+        for row, q in (some.unbind(1) for some in places.split(ROWS)):
+            same = torch.ones(len(row), dtype=torch.bool)
+            for j, (k, g) in enumerate(chain, 1):
+                wanted = plain.logits(hidden[row, q + j]).argmax(-1)
+                same &= plain.draft_logits(k, g[row, q]).argmax(-1) == wanted
+                same &= may_be_drafted[row, q + j]
+                accepted[j - 1] += same.sum()
+    return (accepted / max(1, count)).tolist()
+
+
 @dataclass
 class Trainer:
-    """A training whose state is in a folder, so that one that was cut off goes on."""
+    """A training whose state is in a folder, so that one that was cut off goes on.
+
+    The weights that it ends with are those of the best measurement on the texts held out, if there
+    are some.
+    """
 
     model: StreamedModel
     batches: Sequence[Batch]
     how: Training
     folder: Path
     watch: Watch
+    held_out: Sequence[Batch] = ()
+    best: list[float] = field(default_factory=list)  # acceptance by position
 
     def run(self) -> dict[str, Tensor]:
         """Train what an earlier run left; return the modules' weights by their names."""
@@ -139,9 +181,12 @@ class Trainer:
 
     def _find_head(self) -> nn.Linear:
         c = self.model.config
-        head = nn.Linear(c.hidden_size, c.vocab_size, bias=False, device="meta")
+        rows = len(self.how.draft_ids) or c.vocab_size
+        head = nn.Linear(c.hidden_size, rows, bias=False, device="meta")
         same = self.model.family.duplicates(c)
         weight = self.model.checkpoint.read(same.get(HEAD, HEAD)).to(DTYPES[self.how.dtype])
+        if self.how.draft_ids:
+            weight = weight[list(self.how.draft_ids)]
         head.load_state_dict({"weight": weight}, assign=True)
         return head.requires_grad_(False)
 
@@ -167,6 +212,7 @@ class Trainer:
 
     def _train(self, optimizer: torch.optim.Optimizer) -> None:
         steps = self.how.epochs * len(self.batches)
+        epoch_tokens = sum(batch.tokens.numel() for batch in self.batches)
         done = self._resume(optimizer)
         start = saved = time.monotonic()
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.how.dtype == "bf16")
@@ -182,25 +228,46 @@ class Trainer:
             nn.utils.clip_grad_norm_([weight for _, weight in self._list_trained()], 1.0)
             optimizer.step()
             left = say_time_left(start, number + 1 - done, steps - number - 1)
-            self.watch(f"train: step {number + 1} of {steps}{left}, loss {loss:.3f}")
+            measured = ", ".join(f"{share:.2f}" for share in self.best)
+            best = f", at best {measured} of held-out drafts accepted" if measured else ""
+            tokens = epoch_tokens * (steps - number - 1) // len(self.batches)
+            done_so_far = f"train: step {number + 1} of {steps}, {tokens:,} tokens{left}"
+            self.watch(f"{done_so_far}, loss {loss:.3f}{best}")
+            if self.held_out and (number + 1) * MEASURED // steps > number * MEASURED // steps:
+                with autocast:
+                    self._measure()
             if number + 1 == steps or time.monotonic() - saved > SAVE_SECONDS:
-                self._save(optimizer, number + 1)
+                self._save(STATE, done=number + 1, optimizer=optimizer.state_dict())
                 saved = time.monotonic()
+        if self.best:
+            self._load_weights(torch.load(self.folder / BEST, weights_only=True))
 
-    def _save(self, optimizer: torch.optim.Optimizer, done: int) -> None:
+    def _measure(self) -> None:
+        """Measure the drafts of texts held out, and save the weights if these are the best."""
+        shares = measure_acceptance(self.model.plain, self.held_out, self.how)
+        if sum(shares) > sum(self.best, -1.0):
+            self.best = shares
+            self._save(BEST)
+
+    def _save(self, file: str, **state: Any) -> None:
         weights = {name: weight.detach() for name, weight in self._list_trained()}
-        state = {"done": done, "weights": weights, "optimizer": optimizer.state_dict()}
-        torch.save(state, new := self.folder / "unfinished.pt")
-        os.replace(new, self.folder / STATE)
+        torch.save(
+            {"best": self.best, "weights": weights, **state}, new := self.folder / UNFINISHED
+        )
+        os.replace(new, self.folder / file)
+
+    def _load_weights(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, weight in self._list_trained():
+                weight.copy_(state["weights"][name])
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> int:
         """Load what an earlier run saved; return its number of steps."""
         if not (path := self.folder / STATE).is_file():
             return 0
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        with torch.no_grad():
-            for name, weight in self._list_trained():
-                weight.copy_(state["weights"][name])
+        self._load_weights(state)
+        self.best = state["best"]
         optimizer.load_state_dict(state["optimizer"])
         return int(state["done"])
 

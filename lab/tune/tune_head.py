@@ -6,6 +6,7 @@ The model answers the prompts itself, so that the modules learn to guess what it
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,17 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.compiler.calibrate import open_state
+from mtpbuild.builder.compiler.draft_vocab import write_draft_ids
 from mtpbuild.builder.compiler.fingerprint import hash_samples
 from mtpbuild.builder.compiler.plans import Plans, plan_engines
 from mtpbuild.builder.compiler.quantize import refuse_taken_folder, write_json
-from mtpbuild.builder.compiler.refit import refit
+from mtpbuild.builder.compiler.source import ModelSource
 from mtpbuild.builder.engine.staged import stage_folder
 from mtpbuild.builder.flags import TuneFlags
 from mtpbuild.builder.formats import Entry
-from mtpbuild.builder.models import ModelConfig, find_family_of
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.plan.machine import find_disk, measure_memory
 from mtpbuild.builder.plan.request import BuildRequest
@@ -41,6 +42,13 @@ from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.lab.measure.own_texts import OwnAnswer, read_answers, write_answers
 from mtpbuild.lab.measure.prompts import add_seed, check_room
 from mtpbuild.lab.measure.workbench import WORKBENCH
+from mtpbuild.lab.tune.new_head import (
+    BY_MODEL,
+    PROMPTS,
+    write_config,
+    write_new_head,
+    write_prompts,
+)
 from mtpbuild.lab.tune.training import DTYPES, Trainer, Training, make_model_batches
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.checks import check_one_of, in_range
@@ -52,7 +60,7 @@ from mtpbuild.runtime.configuration.input_file import (
 )
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.files import format_size, read_json
+from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.requests.stats import compute_acceptance_length
 
 REPORT = "tune_head.json"
@@ -69,29 +77,49 @@ class TuneRequest(TuneFlags):
     """A request of `mtpbuild tune-head`."""
 
     model: str
-    data: Path
     out: Path
 
     @property
-    def engine(self) -> Path:
-        """The engine that answers, and that measures the modules."""
+    def writer(self) -> Path:
+        """The engine that answers before the training."""
         return self.state / "engine"
+
+    @property
+    def measured(self) -> Path:
+        """The engine that answers with the new head."""
+        return self.state / "tuned"
+
+    @property
+    def prompts(self) -> Path:
+        """The file of prompts, which the model may have to write first."""
+        return self.state / PROMPTS if self.data is None else self.data
+
+    @property
+    def head(self) -> Path | None:
+        """The head to begin with; None: the checkpoint's."""
+        return self.state / "new" if self.new else self.mtp
 
     @property
     def state(self) -> Path:
         """The folder of what is not finished."""
         return self.out.resolve().parent / f".{self.out.resolve().name}.tuning"
 
-    def build_request(self) -> BuildRequest:
-        """Return the request for the engine."""
+    def writer_request(self) -> BuildRequest:
+        """Return the request for the engine that answers: it drafts if the model can."""
+        if not self.new:
+            return self.drafting_request(self.writer, self.mtp)
+        return replace(self.drafting_request(self.writer, None), nextn=(0,), drafter=None)
+
+    def drafting_request(self, out: Path, head: Path | None) -> BuildRequest:
+        """Return the request for an engine that drafts with a head."""
         return BuildRequest(
             self.model,
             nextn=(in_range(self.nextn, 1, 15, "--nextn"),),
             drafter=self.drafter,
             scheme=build_scheme(self.weights),
             max_batch=AT_ONCE,
-            mtp=self.mtp,
-            out=self.engine,
+            mtp=head,
+            out=out,
         )
 
 
@@ -108,6 +136,7 @@ class TunedHead:
     texts: int  # that it was trained on
     tokens: int
     steps: int
+    accepted: list[float]  # share of held-out drafts, by position, of the weights that were kept
 
 
 def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
@@ -118,34 +147,48 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
     """
     # 1. What to train: the modules of the model, as an engine's drafter uses them.
     plans, how, inputs = check_request(request)
-    model = plans.open_model("meta")
-    check_model(model.config, how)
+    check_model(plans.source, how, request)
     open_state(request.state, inputs, discard=request.force)
 
     # 2. The model's own answers, some of which only measure.
     with stages("write texts"):
         answers, before = write_texts(request, plans.request, stages)
-    ordered = sorted(answers, key=lambda answer: len(answer.prompt + answer.answer))
-    batches = make_batches(answer.prompt + answer.answer for answer in ordered)
+    texts, held_out = (
+        sorted(some, key=lambda answer: len(answer.prompt + answer.answer))
+        for some in (answers, before)
+    )
+    batches, others = (
+        make_batches(answer.prompt + answer.answer for answer in some) for some in (texts, held_out)
+    )
+    if request.draft_vocab is not None:
+        how = replace(how, draft_ids=list_commonest(answers, request.draft_vocab))
 
     # 3. The trunk's hidden states over them.
+    if request.new and not (new := request.state / "new").is_dir():
+        write_new_head(plans.open_model("meta").stored, plans.source, new)
+    drafting = plan_engines(request.drafting_request(request.measured, request.head))
+    model = drafting.open_model("meta")
     with stages("hidden states"):
-        trunk = StreamedModel(model.checkpoint, model.config, batches)
+        trunk = StreamedModel(model.checkpoint, model.config, batches + others)
         files = write_hidden(trunk, how, request.state, stages)
 
     # 4. The training, of the weights as they are stored.
     with stages("train"):
-        known = StreamedModel(model.stored, model.config, batches)
-        rows = make_model_batches(known, [len(answer.prompt) - 1 for answer in ordered], files)
-        weights = Trainer(known, rows, how, request.state, stages.watch).run()
+        known = StreamedModel(model.stored, model.config, batches + others)
+        firsts = [len(answer.prompt) - 1 for answer in texts + held_out]
+        rows = make_model_batches(known, firsts, files)
+        seen, unseen = rows[: len(batches)], rows[len(batches) :]
+        trainer = Trainer(known, seen, how, request.state, stages.watch, unseen)
+        weights = trainer.run()
 
-    # 5. The head, and what it is worth: the same engine with its weights.
+    # 5. The head, and what it is worth: an engine with it.
     with stage_folder(request.out, "head") as staged:
         write_head(known, weights, staged.folder)
-        raw = read_json(plans.source.folder / CONFIG)
-        write_json(staged.folder / CONFIG, {n: raw[n] for n in raw if n != "quantization_config"})
+        write_config(plans.source, model.stored, staged.folder)
+        write_draft_ids(how.draft_ids, staged.folder)
         with stages("measure"):
-            refit(request.engine, request.model, stages.watch, mtp=staged.folder)
+            engine = request.drafting_request(request.measured, staged.folder)
+            build(engine, WORKBENCH, Stages(lambda stage: stages.watch(f"measure: {stage}")))
             after = measure(request, stages)
         report = TunedHead(
             EAGLE if how.eagle else VANILLA,
@@ -157,8 +200,10 @@ def tune_head(request: TuneRequest, stages: Stages) -> TunedHead:
             len(answers),
             sum(batch.numel() for batch in batches),
             how.epochs * len(batches),
+            trainer.best,
         )
-        write_json(staged.folder / REPORT, asdict(report) | {"training": asdict(how)})
+        training = asdict(how) | {"draft_ids": len(how.draft_ids)}
+        write_json(staged.folder / REPORT, asdict(report) | {"training": training})
     shutil.rmtree(request.state)
     return report
 
@@ -170,20 +215,51 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
         raise UsageError(f"--lr {request.lr:g} must be above 0 and at most 1")
     in_range(request.epochs, 1, 10_000, "--epochs")
     in_range(1 if request.lora is None else request.lora, 1, 4096, "--lora")
-    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
-    if len(lines) < 2:
-        raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
-    in_range(1 if request.held_out is None else request.held_out, 1, len(lines) - 1, "--held-out")
-    plans = plan_engines(request.build_request())
+    count = count_prompts(request)
+    in_range(1 if request.held_out is None else request.held_out, 1, count - 1, "--held-out")
+    plans = plan_engines(request.writer_request())
     refuse_taken_folder(request.out, plans.source.folder, force=request.force)
-    drafter = plans.engines[plans.first].drafter
+    if request.new:
+        check_new(request, plans.source.config)
+    if request.draft_vocab is not None:
+        in_range(request.draft_vocab, 1, plans.source.config.vocab_size - 1, "--draft-vocab")
+    drafter = EAGLE if request.new else plans.engines[plans.first].drafter
     if drafter not in (EAGLE, VANILLA):
         raise UsageError(f"--drafter {drafter} is not trained; supported: {EAGLE}, {VANILLA}")
     lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
     how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
     [fingerprint] = plans.take_fingerprints().fingerprints.values()
-    read = [hash_samples(request.data), request.max_tokens, request.held_out]
+    prompts = request.prompts_by_model if request.data is None else hash_samples(request.data)
+    read = [prompts, request.max_tokens, request.held_out, request.draft_vocab, request.new]
     return plans, how, json.dumps([fingerprint, read, asdict(how)])
+
+
+def count_prompts(request: TuneRequest) -> int:
+    """Return the number of prompts that are there or asked for; raise UsageError if too few."""
+    if (request.data is None) == (request.prompts_by_model is None):
+        raise UsageError(f"give {FLAG} FILE or {BY_MODEL} N, one of them")
+    if request.data is None:
+        return in_range(request.prompts_by_model or 0, 2, 10**7, BY_MODEL)
+    lines = read_lines(request.data, f"{FLAG} {request.data}", InputLine, refuse_answer)
+    if len(lines) < 2:
+        raise UsageError(f"{FLAG} {request.data}: has one prompt, and needs others to measure with")
+    return len(lines)
+
+
+def check_new(request: TuneRequest, config: ModelConfig) -> None:
+    """Raise UsageError if a new module is not what the model lacks."""
+    if request.mtp is not None:
+        raise UsageError("--new begins with a module of its own: leave --mtp out")
+    if request.drafter not in (None, EAGLE):
+        raise UsageError(f"--new makes one module, which drafts by --drafter {EAGLE}")
+    if config.num_nextn_predict_layers:
+        raise UsageError(f"{request.model} has MTP modules: leave --new out")
+
+
+def list_commonest(answers: Sequence[OwnAnswer], count: int) -> tuple[int, ...]:
+    """Return the ids of the commonest tokens of answers, in rising order."""
+    counts = Counter(token for answer in answers for token in answer.answer)
+    return tuple(sorted(token for token, _ in counts.most_common(count)))
 
 
 def refuse_answer(line: InputLine, number: int) -> InputLine:
@@ -193,11 +269,14 @@ def refuse_answer(line: InputLine, number: int) -> InputLine:
     return line
 
 
-def check_model(config: ModelConfig, how: Training) -> None:
+def check_model(source: ModelSource, how: Training, request: TuneRequest) -> None:
     """Say how much memory the training takes; raise UsageError if the machine has less."""
+    config = load_config(source.folder, modules=1) if request.new else source.config
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)
+    if request.draft_vocab is not None and config.own_heads:
+        raise UsageError("--draft-vocab: the modules have heads of their own: leave it out")
     if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
         raise UsageError(
             f"the module of {find_family_of(config).name} chooses the rows that it attends to, so "
@@ -220,7 +299,10 @@ def write_texts(
     paths = [request.state / name for name in (ANSWERS, BEFORE)]
     if not all(path.is_file() for path in paths):
         build(engine, WORKBENCH, Stages(lambda stage: stages.watch(f"write texts: {stage}")))
-        with Engine.load(request.engine, prefix_cache=False) as loaded:
+        with Engine.load(request.writer, prefix_cache=False) as loaded:
+            if request.data is None and not request.prompts.is_file():
+                count = request.prompts_by_model or 0
+                write_prompts(loaded, count, request.state, stages.watch)
             for requests, path in zip(split_requests(request, loaded), paths, strict=True):
                 if not path.is_file():
                     write_answers(loaded, requests, path, stages.watch)
@@ -230,7 +312,7 @@ def write_texts(
 
 def measure(request: TuneRequest, stages: Stages) -> list[OwnAnswer]:
     """Let the engine answer the held-out prompts."""
-    with Engine.load(request.engine, prefix_cache=False) as engine:
+    with Engine.load(request.measured, prefix_cache=False) as engine:
         _, held_out = split_requests(request, engine)
         write_answers(engine, held_out, request.state / AFTER, stages.watch)
     return read_answers(request.state / AFTER)
@@ -244,7 +326,7 @@ def split_requests(
     A prompt that is held out is not trained on, even if it stands in the file twice.
     """
     params = SamplingParams(max_tokens=request.max_tokens)
-    requests = read_requests(request.data, engine, params, FLAG, check=True)
+    requests = read_requests(request.prompts, engine, params, FLAG, check=True)
     for number, item in enumerate(requests):
         check_room(engine, len(item.token_ids), item.params.max_tokens, f"{FLAG} {item.task_id}: ")
         requests[number] = replace(item, params=add_seed(item.params, number))
@@ -253,7 +335,7 @@ def split_requests(
     known = {(*item.token_ids,) for item in held_out}
     others = [item for item in requests if (*item.token_ids,) not in known]
     if not others:
-        raise UsageError(f"{FLAG} {request.data}: all its prompts are held out, so it needs more")
+        raise UsageError(f"{request.prompts}: all its prompts are held out, so it needs more")
     return others, held_out
 
 

@@ -11,21 +11,36 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB
+from mtpbuild.builder.compiler.source import find_source
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.plain import PlainCausalLM
+from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import ignore
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.head import join_head
+from mtpbuild.builder.weights.head import join_head, refuse_other_trunk
 from mtpbuild.builder.weights.layer_passes import StreamedModel, make_batches
-from mtpbuild.lab.measure.own_texts import OwnAnswer
+from mtpbuild.lab.measure.own_texts import OwnAnswer, read_answers
 from mtpbuild.lab.tune import training, tune_head
 from mtpbuild.lab.tune.chains import run_chain
-from mtpbuild.lab.tune.training import Batch, Trainer, Training, backward, make_model_batches
+from mtpbuild.lab.tune.new_head import PROMPTS, TURNS, write_new_head, write_prompts
+from mtpbuild.lab.tune.training import (
+    Batch,
+    Trainer,
+    Training,
+    backward,
+    make_model_batches,
+    measure_acceptance,
+)
 from mtpbuild.lab.tune.tune_head import REPORT, write_head
 from mtpbuild.lab.verify.quality import acceptance_length
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.configuration.input_file import read_requests
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError
+from tests.support.checkpoints import make_predictable
 from tests.support.families import make_family, save_family
 from tests.support.invoke import invoke, refusal
 from tests.support.stand_ins import failing
@@ -34,6 +49,8 @@ CHAINS = [("gigachat", False), ("gigachat", True), ("glm-4.6", True), ("mimo", F
           ("mimo", True), ("qwen3.5", True)]  # fmt: skip
 EAGLE = Training(nextn=3, eagle=True, lora=None, dtype="fp32", lr=0.01, epochs=12)
 VANILLA = replace(EAGLE, nextn=2, eagle=False)
+FEW_IDS = range(7, 50)
+FEW = replace(EAGLE, draft_ids=(*FEW_IDS,))
 PROMPT, ANSWER = 4, 20  # tokens
 
 
@@ -78,12 +95,13 @@ def batch_of(plain: PlainCausalLM, folder: Path, tokens: Tensor) -> Batch:
     return Batch(tokens, torch.tensor([3, 5]), folder / "0.safetensors")
 
 
-@pytest.mark.parametrize("how", [EAGLE, VANILLA], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize("how", [EAGLE, VANILLA, FEW], ids=["eagle", "vanilla", "few tokens"])
 def test_gradients_are_those_of_the_whole_loss(
     how: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training, "ROWS", 5)
     plain = make_family("gigachat")
+    take_rows_of_head(plain, how)
     plain.requires_grad_(False)
     batch = batch_of(plain, tmp_path, drawn(2, 12))
     weights = [w for k in how.modules for w in plain.module(k).requires_grad_().parameters()]
@@ -95,6 +113,8 @@ def test_gradients_are_those_of_the_whole_loss(
     for j, (k, g) in enumerate(run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle), 1):
         for row, first in enumerate(batch.first.tolist()):
             for q in range(first, 12 - j):
+                if how.draft_ids and (q + j == 11 or batch.tokens[row, q + j + 1] not in FEW_IDS):
+                    continue
                 output = plain.logits(hidden[row, q + j]) * training.SHARPNESS
                 drafted = plain.draft_logits(k, g[row, q]).log_softmax(-1)
                 losses.append(-(output.softmax(-1) * drafted).sum())
@@ -104,6 +124,36 @@ def test_gradients_are_those_of_the_whole_loss(
     for gradient, wanted in zip(gradients, whole, strict=True):  # none: of an expert without tokens
         found_one = torch.zeros_like(wanted) if gradient is None else gradient
         torch.testing.assert_close(found_one, wanted, atol=1e-5, rtol=1e-3)
+
+
+def take_rows_of_head(plain: PlainCausalLM, how: Training) -> None:
+    if how.draft_ids:
+        plain.lm_head.weight = nn.Parameter(plain.lm_head.weight[[*how.draft_ids]])
+
+
+@pytest.mark.parametrize("how", [EAGLE, FEW], ids=["all", "few tokens"])
+@torch.no_grad()
+def test_acceptance_by_position_is_that_of_single_steps(how: Training, tmp_path: Path) -> None:
+    plain = make_predictable()
+    _, tokens = written(plain, 2, seed=3)
+    save_file({"hidden": plain.main(tokens)}, tmp_path / "0.safetensors")
+    take_rows_of_head(plain, how)
+    ids = torch.tensor(how.draft_ids or range(plain.config.vocab_size))
+    wanted, places = [0] * how.nextn, 0
+    for text in tokens[:, None]:
+        for place in range(PROMPT - 1, tokens.shape[1] - how.nextn - 1):
+            drafts = [
+                plain.draft_logits(1, g).argmax() for g in step_by_step(plain, text, place, 3)
+            ]
+            after = text[0, place + 2 :]
+            right = [bool(ids[d] == t) for d, t in zip(drafts, after, strict=False)]
+            places += 1
+            for j in range(how.nextn):
+                wanted[j] += all(right[: j + 1])
+    batch = Batch(tokens, torch.tensor([PROMPT - 1] * 2), tmp_path / "0.safetensors")
+    measured = measure_acceptance(plain, [batch], how)
+    assert 0 < measured[0] < 1
+    assert measured == pytest.approx([count / places for count in wanted])
 
 
 @torch.no_grad()
@@ -205,7 +255,7 @@ def test_a_training_goes_on(how: Training, tmp_path: Path, monkeypatch: pytest.M
         trainer_of(tmp_path, folder, plain, how, cut_off).run()
     seen = list[str]()
     found = trainer_of(tmp_path, folder, plain, how, seen.append).run()
-    assert re.match(r"train: step 4 of 10, (about )?\d+ (s|min) left, loss ", seen[0])
+    assert re.match(r"train: step 4 of 10, 3,456 tokens, (about )?\d+ (s|min) left, loss ", seen[0])
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -227,11 +277,11 @@ def test_a_head_for_ones_own_prompts(tmp_path: Path) -> None:
     head = tmp_path / "head"
     command = ["tune-head", "--model", folder, "--data", data_of(tmp_path), "--out", head]
     command += ["--nextn", 2, "--epochs", 100, "--lr", 0.01, "--held-out", 6]
-    with failing(tune_head, "refit", BuildError("no room")):
+    with failing(tune_head, "measure", BuildError("no room")):
         code, _, err = invoke(*command)
     assert (code, err.splitlines()[-1], head.exists()) == (1, "error: no room", False)
     again = AssertionError("it was done before")
-    with failing(tune_head, "build", again), failing(training, "backward", again):
+    with failing(tune_head, "write_prompts", again), failing(training, "backward", again):
         code, out, err = invoke(*command)
     assert code == 0, err
     report = json.loads((head / REPORT).read_text())
@@ -259,6 +309,11 @@ REFUSALS = [
     (("--data", "one.jsonl"), "one.jsonl: has one prompt, and needs others to measure with"),
     (("--out", "."), "exists and is not a checkpoint; choose another --out"),
     (("--drafter", "mtp-vanilla", "--nextn", "4"), "needs 4 MTP modules"),
+    (("--prompts-by-model", "9"), "give --data FILE or --prompts-by-model N, one of them"),
+    (("--new", "--mtp", "head"), "--new begins with a module of its own: leave --mtp out"),
+    (("--new", "--drafter", "mtp-vanilla"), "which drafts by --drafter mtp-eagle"),
+    (("--new",), "has MTP modules: leave --new out"),
+    (("--draft-vocab", "999999"), "--draft-vocab 999999 is outside 1.."),
 ]
 
 
@@ -273,11 +328,75 @@ def test_refusals(
     Path("said.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "answer": "b"}\n')
     given = {"--model": str(folder), "--data": "prompts.jsonl", "--out": "head"}
-    given |= dict(zip(flags[::2], flags[1::2], strict=True))
+    new = flags[:1] == ("--new",)
+    named = flags[1:] if new else flags
+    given |= dict(zip(named[::2], named[1::2], strict=True))
     code = 1 if "--out" in flags else 2
-    output = refusal("tune-head", *chain.from_iterable(given.items()), code=code)
+    command = ["tune-head", *chain.from_iterable(given.items())]
+    output = refusal(*command, *["--new"] * new, code=code)
     assert why in output
     assert not [*tmp_path.glob(".*")]
+
+
+def test_a_new_module_begins_as_a_copy_of_the_last_layer(tmp_path: Path) -> None:
+    """Its folder is a head of this trunk alone, and of copies with other roundings."""
+    folder = save_family(tmp_path / "trunk", "llama", make_family("llama"))
+    head = tmp_path / "head"
+    checkpoint = open_checkpoint(folder)
+    write_new_head(checkpoint, find_source(BuildRequest(str(folder), nextn=(0,))), head)
+    config = load_config(folder, modules=1)
+    joined = join_head(checkpoint, head, config)
+    joined.check(joined.settle(config, drafts=True))
+    last, module = f"model.layers.{config.num_hidden_layers - 1}.", f"{config.name_module(0)}."
+    copied = [name for name in checkpoint.tensors if name.startswith(last)]
+    for name in copied:
+        stored = joined.read(module + name.removeprefix(last))
+        torch.testing.assert_close(stored, checkpoint.read(name).bfloat16().float())
+    assert len(copied) == 9
+
+    for noise, seed in ((0.1, 0), (0.0, 1)):
+        plain = make_family("llama", seed=seed)
+        embedding = plain.model.embed_tokens.weight
+        embedding.data += noise * embedding.data.std() * torch.randn(embedding.shape)
+        copy = save_family(tmp_path / f"copy{seed}", "llama", plain)
+        if seed == 0:
+            refuse_other_trunk(open_checkpoint(copy), head)
+        else:
+            output = refusal("build", "--model", copy, "--nextn", 3, "--mtp", head, code=1)
+            assert "head: this head was made for trunk, whose embedding is another" in output
+
+
+def test_prompts_that_a_model_writes(tiny_engine: Callable[..., Path], tmp_path: Path) -> None:
+    with Engine.load(tiny_engine(3)) as engine:
+        write_prompts(engine, 6, tmp_path, ignore)
+        requests = read_requests(tmp_path / PROMPTS, engine, SamplingParams(max_tokens=1))
+        before = engine.chat_ids([{"role": "user", "content": "x"}])[:2]
+    turns = read_answers(tmp_path / TURNS)
+    assert len(turns) == 6
+    assert len({(*turn.answer,) for turn in turns}) > 1
+    assert 0 < len(requests) <= 6
+    assert all(request.token_ids[:2] == before == turns[0].prompt[:2] for request in requests)
+
+
+@pytest.mark.full
+def test_a_head_for_a_trunk_that_has_none(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "trunk", "llama", make_family("llama"))
+    head = tmp_path / "head"
+    command = ["tune-head", "--new", "--model", folder, "--data", data_of(tmp_path, 200)]
+    command += ["--out", head, "--nextn", 2, "--epochs", 60, "--lr", 0.01, "--draft-vocab", 48]
+    code, _, err = invoke(*command)
+    assert code == 0, err
+    report = json.loads((head / REPORT).read_text())
+    print(report)
+    assert report["before"] == 1
+    assert report["after"] > 1.2
+    assert report["accepted"][0] > 0.2
+    assert report["same"] == report["prompts"] == 20
+    assert len(json.loads((head / DRAFT_VOCAB).read_text())) == 48
+    engine = tmp_path / "engine"
+    code, _, err = invoke("build", "--model", folder, "--mtp", head, "--nextn", 2, "--out", engine)
+    assert code == 0, err
+    assert read_manifest(engine).build.draft_vocab == 48
 
 
 def test_what_no_machine_has_and_no_module_can(

@@ -1,7 +1,7 @@
 """Dense trunks of grouped-query attention: Llama, Mistral, Qwen2, Qwen3, and MiMo with its module.
 
 They differ in biases, in the norms of queries and keys, and in what config.json may leave out.
-Only MiMo's checkpoints hold an MTP module.
+Only MiMo's checkpoints hold an MTP module. `tune-head --new` makes one of its form for the others.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,21 @@ def read_key_value_heads(read: Reader, key: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig(GroupedConfig):
-    """The values of a trunk without biases, whose layers all see the whole context."""
+    """The values of a trunk without biases, whose layers all see the whole context.
+
+    A module's input is [hidden ; embedding], with hidden states from before the final norm, as in
+    vLLM (Xiaomi's code, PR #17433) and exllamav3 (PR #238: 88 % of first drafts accepted). SGLang
+    passes normalised hidden states. No checkpoint has more than one module, so a second draft's
+    input is undefined; like exllamav3, we use the state before `final_layernorm`.
+    """
+
+    module_names = ModuleNames(
+        prefix="model.mtp_layers.",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        input_proj="input_proj",
+        head_norm="final_layernorm",
+    )
 
     supported: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
@@ -34,6 +48,9 @@ class DenseConfig(GroupedConfig):
     }  # fmt: skip
 
     attention_bias: bool = fixed(False)
+    mtp: ModuleInputs = fixed(
+        ModuleInputs(hidden_first=True, trunk_normed=False, recycles_normed=False)
+    )
 
     @classmethod
     def read(cls, values: Reader) -> Self:
@@ -86,26 +103,9 @@ class Qwen3Config(DenseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MimoConfig(Qwen2Config):
-    """MiMo-7B's values: Qwen2's, and an MTP module whose tensors have names of their own.
-
-    A module's input is [hidden ; embedding], with hidden states from before the final norm, as in
-    vLLM (Xiaomi's code, PR #17433) and exllamav3 (PR #238: 88 % of first drafts accepted). SGLang
-    passes normalised hidden states. No checkpoint has more than one module, so a second draft's
-    input is undefined; like exllamav3, we use the state before `final_layernorm`.
-    """
-
-    module_names = ModuleNames(
-        prefix="model.mtp_layers.",
-        embedding_norm="token_layernorm",
-        hidden_norm="hidden_layernorm",
-        input_proj="input_proj",
-        head_norm="final_layernorm",
-    )
+    """MiMo-7B's values: Qwen2's, and an MTP module in the checkpoint."""
 
     attention_bias: bool = flag(True)
-    mtp: ModuleInputs = fixed(
-        ModuleInputs(hidden_first=True, trunk_normed=False, recycles_normed=False)
-    )
 
 
 def make_family(
