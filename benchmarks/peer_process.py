@@ -14,10 +14,10 @@ GRACE = 30  # most seconds to end by itself
 
 
 class PeerProcess:
-    """A peer's process; after its death answers are None, and `error` says what ended it.
+    """A peer's process, which answers one question at a time.
 
-    ready: its first answer, which it gives once it has loaded. patience: the most seconds for one
-    answer.
+    ready: its first answer, given once it has loaded. patience: the most seconds for an answer.
+    error: why the process ended or failed, "" if it did neither; answers are then None.
     """
 
     def __init__(self, command: Sequence[str], threads: int, patience: int) -> None:

@@ -29,7 +29,7 @@ from mtpbuild.runtime.errors import advise_install
 from tests.support import parts
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("builder", "lab", "plugins", "recipes", "runtime")
+PACKAGES = ("builder", "lab", "plugins", "recipes", "runtime")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
@@ -93,7 +93,7 @@ TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
 def sources() -> Iterator[tuple[str, Path]]:
     """Return (module, path) of every file of the five packages."""
-    for part in PARTS:
+    for part in PACKAGES:
         for path in sorted((ROOT / part).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             name = parts[:-1] if parts[-1] == "__init__" else parts
@@ -146,16 +146,16 @@ def test_the_packages_are_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("setuptools.setup", given.update)
     monkeypatch.chdir(ROOT)
     runpy.run_path("setup.py")
-    code = {path.parent for part in PARTS for path in (ROOT / part).rglob("*.py")}
+    code = {path.parent for part in PACKAGES for path in (ROOT / part).rglob("*.py")}
     data = data_folders()
     assert {ROOT / "recipes" / recipe.config for recipe in load_recipes()} <= data
     found = ["mtpbuild." + ".".join(f.relative_to(ROOT).parts) for f in code | data]
     assert sorted(given["packages"]) == ["mtpbuild", *sorted(found)]
-    own = {f"mtpbuild.{part}": part for part in PARTS}
+    own = {f"mtpbuild.{part}": part for part in PACKAGES}
     assert SETUPTOOLS["package-dir"] == {"mtpbuild": "mtpbuild"} | own
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", PACKAGES)
 def test_every_package_is_typed(part: str) -> None:
     assert (ROOT / part / "py.typed").is_file()
     assert "py.typed" in SETUPTOOLS["package-data"][f"mtpbuild.{part}"]
@@ -188,7 +188,7 @@ def test_imports_go_down() -> None:
     for module, path in sources():
         for name in imports(path, module_level=False):
             top, *rest = name.split(".")
-            assert top not in (*PARTS, "tests"), f"{path}: import mtpbuild.{name}"
+            assert top not in (*PACKAGES, "tests"), f"{path}: import mtpbuild.{name}"
             allowed = MAY_IMPORT[part_of(module)] | (
                 LAB if module.startswith(USE_THE_LAB) else set()
             )
@@ -545,7 +545,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("setuptools.build_meta")
     copy = tmp_path / "source"  # setuptools writes build/ and *.egg-info beside pyproject.toml
     copy.mkdir()
-    for name in {"pyproject.toml", "setup.py", "README.md", "LICENSE", "mtpbuild", *PARTS}:
+    for name in {"pyproject.toml", "setup.py", "README.md", "LICENSE", "mtpbuild", *PACKAGES}:
         (copy / name).symlink_to(ROOT / name)
     for name in ("tools", "plugins"):  # an archive has no files behind links
         (copy / name).unlink(missing_ok=True)
@@ -566,7 +566,7 @@ def test_a_wheel_holds_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     shipped += [p for p in (ROOT / "runtime").rglob("*") if p.suffix in {".css", ".html", ".js"}]
     for folder in data_folders():
         shipped += folder.iterdir()
-    shipped += [ROOT / part / "py.typed" for part in PARTS]
+    shipped += [ROOT / part / "py.typed" for part in PACKAGES]
     wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     wanted |= {f"mtpbuild/{name}" for name in ("__init__.py", "__main__.py")}
     assert names == wanted | {"mtpbuild/runtime/libmtpbuild_cpu.so"}
@@ -586,7 +586,8 @@ def wheel_for(platform: str, folder: Path) -> subprocess.CompletedProcess[str]:
     code = "import sys; open(sys.argv[sys.argv.index('-o') + 1], 'w').write(' '.join(sys.argv))"
     (zig / "__main__.py").write_text(code, encoding="utf-8")
     (copy := folder / "source").mkdir()  # setuptools writes build/ and *.egg-info there
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "tools", "mtpbuild", *PARTS):
+    files = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+    for name in (*files, "tools", "mtpbuild", *PACKAGES):
         (copy / name).symlink_to(ROOT / name)
     code = "import sys; sys.path.insert(0, 'tools'); import compile_kernels as backend; "
     code += f"how = {{'--build-option': ['--plat-name={platform}']}}; "

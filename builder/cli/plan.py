@@ -53,16 +53,11 @@ def plan(
 
     With --cpu: what it needs of this machine.
     """
-    if cpu:
-        if typed := find_given_flags(context, FOR_GPUS):
-            names = ", ".join(map(name_flag, typed))
-            raise UsageError(f"--cpu does not go with {names}: they are for plans of GPUs")
-    elif flags.bandwidth is not None:
-        raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
+    refuse_other_flags(context, cpu, flags.bandwidth)
     from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
-    from mtpbuild.lab.forecast.report import make_plan_json, plot_forecast, print_forecast
+    from mtpbuild.lab.forecast.report import draw_forecast, make_plan_json, print_forecast
     from mtpbuild.lab.show.pictures import explain_no_pictures
 
     if picture is not None and (why := explain_no_pictures()):
@@ -86,8 +81,14 @@ def plan(
         return
     done = forecast(request)
     if picture is not None:
-        try:
-            plot_forecast(done).draw(picture)
-        except (OSError, ValueError) as error:  # a place or an ending that can't be written
-            raise UsageError(f"--picture {picture}: can't be written ({error})") from None
+        draw_forecast(done, picture)
     print_result(json, make_plan_json(done), lambda: print_forecast(done))
+
+
+def refuse_other_flags(context: typer.Context, cpu: bool, bandwidth: float | None) -> None:
+    """Raise UsageError for flags of plans for GPUs with --cpu, or of those for CPUs without."""
+    if not cpu and bandwidth is not None:
+        raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
+    if cpu and (typed := find_given_flags(context, FOR_GPUS)):
+        names = ", ".join(map(name_flag, typed))
+        raise UsageError(f"--cpu does not go with {names}: they are for plans of GPUs")

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan.plan import Nextn
     from mtpbuild.lab.show.pictures import Picture
 
-if TYPE_CHECKING:
     TargetFlags = OptionFlags
 else:
     TargetFlags = make_option_flags(load_flags)

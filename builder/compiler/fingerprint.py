@@ -35,7 +35,7 @@ from mtpbuild.runtime.safetensors_header import read_header
 SMALL = 1 << 24  # bytes of a large checkpoint's file that is hashed whole
 WHOLE = 1 << 16  # bytes of a tensor that is hashed whole
 SAMPLE, EVERY = 1 << 12, 1 << 20  # a larger one: any EVERY bytes contain a sample of SAMPLE bytes
-MOST_THREADS = 8  # a disk reads several files at once faster than one
+MAX_THREADS = 8  # a disk reads several files at once faster than one
 Span = tuple[int, int]
 PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def hash_files(folder: Path, watch: Watch = ignore) -> dict[str, str]:
         files = {name: folder / name for name in names if (folder / name).is_file()}
         large = sum(file.stat().st_size for file in files.values()) > HASH_LIMIT
         limit, hashes, start = SMALL if large else HASH_LIMIT, dict[str, str](), time.monotonic()
-        with ThreadPoolExecutor(min(MOST_THREADS, measure_limits().processors)) as threads:
+        with ThreadPoolExecutor(min(MAX_THREADS, measure_limits().processors)) as threads:
             identities = threads.map(lambda file: hash_samples(file, limit), files.values())
             for number, name in enumerate(files):
                 left = say_time_left(start, number, len(files) - number)

@@ -26,6 +26,14 @@ from mtpbuild.runtime.cpu_library import LAYOUT
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
 
+FROM_CONFIG = (  # fields of ModelInfo that the configuration has by the same names
+    *("vocab_size", "num_hidden_layers", "num_nextn_predict_layers", "max_position_embeddings"),
+)
+FROM_PLAN = (  # fields of BuildInfo that the plan has by the same names
+    *("nextn", "drafter", "adaptive", "max_batch", "max_seq_len", "capacity", "prefill_chunk"),
+    *("quantised_to", "head_weights", "calibrated", "draft_vocab", "dtype"),
+)
+
 
 def write_manifests(
     plans: Plans,
@@ -64,24 +72,23 @@ def write_manifests(
 
 def make_model_info(model: "OpenedModel") -> ModelInfo:
     """Return the model's part of a manifest."""
-    config = {n: v for n, v in vars(model.config).items() if n in ModelInfo.model_fields}
     return ModelInfo(
         name=model.source.name,
         architecture=model.family.name,
         parameters=model.table.parameters,
-        **config,
+        **{name: getattr(model.config, name) for name in FROM_CONFIG},
         **vars(model.ids),
     )
 
 
 def make_build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool | None) -> BuildInfo:
-    """Return the flags of the build; most are fields of the plan with the same names."""
+    """Return the flags of the build, and what it chose by itself."""
     plan, layers = plans.engines[out], plans.request.layers
     packages = {name: package_of_rule(name) for name in plan.rules}
     if plan.drafter is not None:
         packages[plan.drafter] = package_of_drafter(plan.drafter)
     return BuildInfo(
-        **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
+        **{name: getattr(plan, name) for name in FROM_PLAN},
         **vars(plan.ranks),
         weights=model.weights_type,
         block_size=model.block_size,

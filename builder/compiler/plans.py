@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import name_stored_format, read_quantisation
 from mtpbuild.builder.compiler.fingerprint import (
     fingerprint,
@@ -29,6 +30,7 @@ from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.context import USUAL, choose_context, count_weights_bytes
 from mtpbuild.builder.plan.machine import THIS_MACHINE, Room, explain_small_disk, measure_memory
 from mtpbuild.builder.plan.plan import (
+    Nextn,
     Plan,
     choose_drafter,
     count_drafts,
@@ -52,9 +54,8 @@ from mtpbuild.runtime.contract.manifest import (
 if TYPE_CHECKING:
     from mtpbuild.builder.program.opened_model import OpenedModel
 
-# The products of a layer that tell in which formats a checkpoint is.
-PRODUCT = "model.layers.{}.{}_proj.weight"
-PARTS = ("self_attn.o", "mlp.down", "mlp.experts.0.down")
+# Products of a layer that tell in which formats a checkpoint is.
+TELLING_PRODUCTS = ("self_attn.o_proj", "mlp.down_proj", "mlp.experts.0.down_proj")
 
 logger = logging.getLogger(__name__)
 
@@ -201,16 +202,34 @@ def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Pl
 
     Raises UsageError, CheckpointError or BuildError for all that the model's small files tell.
     """
-    config = source.config
-    nextns = choose_nextns(config, request, source.folder)
+    config, folder, style = source.config, source.folder, target.style
+    nextns = choose_nextns(config, request, folder)
     check_target(target, request, nextns)
-    style = target.style
     check_style(target, request, config, style)
     check_rules(target, request, style)
     check_ranks(config, request.ranks)
+    engines = plan_each(request, target, source, nextns)
+    largest = max(engines.values(), key=lambda plan: plan.nextn)  # takes the most memory
+    check_formats(target, request, folder, largest)
+    # Engines with our kernels take memory only for the rows of their caches that are in use.
+    if request.max_seq_len is None and style.packs_weights:
+        length = find_longest_context(largest, folder)
+        engines = {out: replace(plan, max_seq_len=length) for out, plan in engines.items()}
+    for out in engines:
+        layout.check_place(out, source.name, force=request.force)
+    note_context(request, next(iter(engines.values())))
+    drafters = dict.fromkeys(plan.drafter for plan in engines.values())
+    brought = [path for name in drafters for path in find_brought_files(name, config)]
+    return Plans(request, target, source, engines, brought)
+
+
+def plan_each(
+    request: BuildRequest, target: Target, source: ModelSource, nextns: tuple[Nextn, ...]
+) -> dict[Path, Plan]:
+    """Return a plan for each number of drafts, by its engine's folder."""
+    config, style, length = source.config, target.style, request.max_seq_len
     capabilities = target.compute_capabilities(request)
-    limit = min(config.max_position_embeddings, MAX_SEQ_LEN)
-    length = min(limit, USUAL) if request.max_seq_len is None else request.max_seq_len
+    length = min(limit_context(config), USUAL) if length is None else length
     ids = choose_draft_ids(request, nextns, source.folder, config.vocab_size)
     suffix = name_suffix(request, style, ids)
     engines = dict[Path, Plan]()
@@ -235,30 +254,31 @@ def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Pl
             score=request.score,
             draft_ids=ids,  # nextn 0 too: engines of one build share their weights
         )
-    largest = max(engines.values(), key=lambda plan: plan.nextn)  # takes the most memory
-    settings, last = read_quantisation(source.folder), config.num_hidden_layers - 1
-    stored = {name_stored_format(settings, PRODUCT.format(last, part)) for part in PARTS}
+    return engines
+
+
+def check_formats(target: Target, request: BuildRequest, folder: Path, plan: Plan) -> None:
+    """Raise BuildError if the GPUs can't compute with the formats of --weights or checkpoint."""
+    settings, last = read_quantisation(folder), plan.config.num_hidden_layers - 1
+    products = (f"model.layers.{last}.{product}.weight" for product in TELLING_PRODUCTS)
+    stored = {name_stored_format(settings, product) for product in products}
     for scheme in [request.scheme] if request.scheme else [SCHEMES[name] for name in stored]:
-        target.check_formats((scheme.main, scheme.mtp, scheme.head), largest)
-    # Engines with our kernels take memory only for the rows of their caches that are in use.
-    if request.max_seq_len is None and style.packs_weights and length < limit:
-        length = find_longest_context(largest, limit, source.folder)
-        engines = {out: replace(plan, max_seq_len=length) for out, plan in engines.items()}
-    for out in engines:
-        layout.check_place(out, source.name, force=request.force)
-    note_context(request, next(iter(engines.values())))
-    drafters = dict.fromkeys(plan.drafter for plan in engines.values())
-    brought = [path for name in drafters for path in find_brought_files(name, config)]
-    return Plans(request, target, source, engines, brought)
+        target.check_formats((scheme.main, scheme.mtp, scheme.head), plan)
 
 
-def find_longest_context(plan: Plan, limit: int, folder: Path) -> int:
+def limit_context(config: ModelConfig) -> int:
+    """Return the longest context by the checkpoint's configuration."""
+    return min(config.max_position_embeddings, MAX_SEQ_LEN)
+
+
+def find_longest_context(plan: Plan, folder: Path) -> int:
     """Return the context that memory allows for the plan with the most drafts."""
 
     def state_bytes(context: int) -> int:
         return sum(map(count_state_bytes, make_state_specs(replace(plan, max_seq_len=context))))
 
-    return choose_context(limit, measure_memory(), count_weights_bytes(plan, folder), state_bytes)
+    limit, weights = limit_context(plan.config), count_weights_bytes(plan, folder)
+    return choose_context(limit, measure_memory(), weights, state_bytes)
 
 
 def note_context(request: BuildRequest, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from mtpbuild.runtime.errors import CheckpointError
 Shape = tuple[int, ...]
 Parts = dict[str, Tensor]  # of a weight, by suffix
 Settings = Mapping[str, Any]  # the object `quantization_config`, {} if there is none
-MOST_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
+MAX_COARSE = 0.01  # of a weight: the part of its squares whose scales fp16 may change by an eighth
 LEAST_GROUP = 16  # fewest inputs that may share a scale after ranks have cut a weight
 SIZES = {  # bytes per element
     **{"F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4},
@@ -194,7 +194,7 @@ def refuse_out_of_range(format: Format, name: str, weight: Tensor) -> None:
 def refuse_too_small(format: Format, name: str, sums: Tensor) -> None:
     """Raise CheckpointError if the results of `sum_coarse` say that a weight loses accuracy."""
     coarse, total = sums.tolist()
-    if coarse > MOST_COARSE * total:
+    if coarse > MAX_COARSE * total:
         raise CheckpointError(
             f"{name} is too small for {format.name}, whose scales are in fp16: keep this weight "
             "in floats, or scale it up"

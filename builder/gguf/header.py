@@ -20,8 +20,8 @@ VERSIONS = (2, 3)
 NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 TEXT, ARRAY = 8, 9
 ALIGNMENT = 32  # of tensors, unless a key says otherwise
-MOST_ELEMENTS = 1 << 22  # of an array; vocabularies have fewer tokens and merges
-MOST_AXES, MOST_NAME = 4, 256
+MAX_ELEMENTS = 1 << 22  # of an array; vocabularies have fewer tokens and merges
+MAX_AXES, MAX_NAME = 4, 256
 Keys = Mapping[str, Any]  # numbers, texts, lists of texts, and memoryviews of numbers
 
 
@@ -66,7 +66,7 @@ class HeaderBytes:
     def name(self) -> str:
         """Read the name of a key or a tensor, which messages may show."""
         name = self.text()
-        if not 0 < len(name) <= MOST_NAME or not name.isprintable():
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ValueError(f"a name is {name[:20]!a}")
         return name
 
@@ -78,7 +78,7 @@ class HeaderBytes:
         if kind != ARRAY:
             return self.numbers(_find_letter(kind))[0]
         kind, count = self.numbers("IQ")
-        if count > MOST_ELEMENTS:
+        if count > MAX_ELEMENTS:
             raise ValueError(f"an array of {count:,} elements")
         if kind == TEXT:
             return [self.text() for _ in range(count)]
@@ -87,7 +87,7 @@ class HeaderBytes:
 
     def tensor(self) -> TensorInfo:
         name, (axes,) = self.name(), self.numbers("I")
-        if not 0 < axes <= MOST_AXES:
+        if not 0 < axes <= MAX_AXES:
             raise ValueError(f"{name} has {axes:,} dimensions")
         shape = self.numbers(axes * "Q")[::-1]
         if 0 in shape:

@@ -25,7 +25,7 @@ from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
-BUILT_IN = ("code", "reasoning")  # data sets of prompts
+PROMPT_SETS = ("code", "reasoning")  # data sets of prompts
 DEFAULT_TARGET = "onnxruntime"  # for models whose recipe names no target
 NEAREST = 5  # recipes that a message about an unknown name lists
 # OWNER/NAME, and after a colon which of its GGUF files

@@ -48,13 +48,13 @@ class EngineWeights:
         ranks = self.model.ranks
         inner = folder.name if ranks.tp > 1 else ""
 
-        def shared(sha256: str) -> bool:
+        def link_sibling(sha256: str) -> bool:
             return siblings is not None and layout.share_file(path, sha256, siblings, inner)
 
         done = self.written.get(rank)
         if there is not None:
             done = WrittenWeights(read_places(path), there)
-        elif done is None or not shared(done.sha256):
+        elif done is None or not link_sibling(done.sha256):
             table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
             entries = {name: make_entry(parameters[name]) for w in table for name in w.tensors}
@@ -63,7 +63,7 @@ class EngineWeights:
             tensors = self._report_tensors(tensors, total)
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             self._note_losses()
-            shared(done.sha256)
+            link_sibling(done.sha256)
         self.written[rank] = done
         return done
 

@@ -148,14 +148,13 @@ def _make_step_programs(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | controls, MIXED_OUTPUTS),
     ):
-        module.results = for_host
-        results = (*outputs, *for_host)
+        module.for_host = for_host
         yield Program(
             name_program(kind, nextn, plan.nextn),
             module.eval(),
             state,
             inputs,
-            results,
+            (*outputs, *for_host),
             B,
             style.whole_caches,
         )

@@ -39,7 +39,7 @@ class StepProgram(nn.Module):
     def __init__(self, model: CausalLM, drafter: Drafter | None, nextn: int) -> None:
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
-        self.results: tuple[str, ...] = ()  # outputs besides those of the acceptance
+        self.for_host: tuple[str, ...] = ()  # outputs besides those of the acceptance
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """Run a greedy step; state: the tensors of `make_state_specs`, active [B] bool.
@@ -80,8 +80,8 @@ class StepProgram(nn.Module):
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
         }
-        results = vars(verdict) | {"num_tokens": n, HIDDEN: hidden}
-        outputs = {name: results[name] for name in (*acceptance.outputs, *self.results)}
+        named = vars(verdict) | {"num_tokens": n, HIDDEN: hidden}
+        outputs = {name: named[name] for name in (*acceptance.outputs, *self.for_host)}
         return {name: new[name] for name in state}, outputs
 
 

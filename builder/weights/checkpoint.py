@@ -38,7 +38,7 @@ from mtpbuild.builder.weights.table import WeightTable, make_family_table
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
-MOST_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
+MAX_LOSS = 0.01  # relative, when scales and minima are rounded to fp16: usual is 0.0003
 PIECE = 2048  # rows of a large weight in memory at once, a multiple of all formats' blocks
 # Suffixes of tensors for other engines, such as scales of quantised caches, which ours don't have.
 UNUSED = (
@@ -151,7 +151,7 @@ class Checkpoint:
         parts = format.to_engine_format(name, stored)
         if kept.offsets == "minima":  # fp16 may not have them, nor the scales
             loss = Loss().after(format.decode(stored), parts, kept)
-            if loss.relative > MOST_LOSS:
+            if loss.relative > MAX_LOSS:
                 raise self._make_error(name, "has scales or minima that are out of fp16's range")
             self.losses.update({name: loss} if loss.changes else {})
         return parts

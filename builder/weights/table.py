@@ -1,6 +1,6 @@
-"""How an engine holds its weights: the family's table, with a format and a layout for each weight.
+"""Choose how an engine holds its weights: a format and a layout for each row of a family's table.
 
-The table is made once. The model, the writer, `refit`, `plan` and the checks of memory read it.
+The model, the weights file, `refit`, `plan` and the estimates of memory all follow this table.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -135,7 +135,7 @@ def _choose_per_head_formats(
     chosen = dict[str, Format]()
     for weight in weights:
         o_proj = formats.get(f"{_name_module_of(weight.name)}.o_proj")
-        if weight.wide_heads and o_proj is not None and o_proj.packs:
+        if weight.large_per_head and o_proj is not None and o_proj.packs:
             _, inputs, outputs = weight.per_head
             if INT8.fits((outputs, inputs)):
                 chosen[weight.name] = INT8

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder.models import find_family_of
@@ -10,6 +11,7 @@ from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, make_load_json
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.tables import Row, print_lines, print_table
 
@@ -170,6 +172,14 @@ def _print_assumptions(f: Forecast) -> None:
         print_lines(f"target tensorrt builds no such engine: {why}; inductor does", style="yellow")
     if request.acceptance is None:
         print_lines("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
+
+
+def draw_forecast(f: Forecast, path: Path) -> None:
+    """Draw `plot_forecast` for --picture; raise UsageError if the file can't be written."""
+    try:
+        plot_forecast(f).draw(path)
+    except (OSError, ValueError) as error:  # a place or an ending that can't be written
+        raise UsageError(f"--picture {path}: can't be written ({error})") from None
 
 
 def plot_forecast(f: Forecast) -> Picture:

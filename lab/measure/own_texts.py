@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from mtpbuild.builder.compiler.calibrate import FLAG, MAX_TOKENS
-from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_recipe_folder
+from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in, find_recipe_folder
 from mtpbuild.builder.stages import Watch, say_time_left
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.configuration.input_file import FileRequest, generate_all, read_requests
@@ -73,7 +73,7 @@ def read_prompts(path: Path | None, engine: Engine) -> list[FileRequest]:
         raise UsageError(
             f"--calibrate needs texts, and the model has no tokenizer: give {FLAG} with input_ids"
         )
-    code, reasoning = (find_built_in(name) for name in BUILT_IN)
+    code, reasoning = (find_built_in(name) for name in PROMPT_SETS)
     kinds = [read_requests(code, engine, params)[HELD_OUT:]]
     if engine.tokenizer.chat_template is not None:
         chats = find_recipe_folder() / "calibration" / "prompts.jsonl"

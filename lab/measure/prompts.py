@@ -6,7 +6,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from mtpbuild.builder.flags import DatasetFlags
-from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in
+from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.engine.engine import Engine
@@ -40,10 +40,10 @@ Group = list[Prompt]  # of one kind; its requests run concurrently
 
 def load_groups(dataset: Dataset, engine: Engine, concurrency: int) -> list[Group]:
     """Make groups of `concurrency` requests, in which the kinds alternate; raise UsageError."""
-    names = BUILT_IN if dataset.dataset is None else (dataset.dataset,)
-    paths = [find_built_in(name) if name in BUILT_IN else Path(name) for name in names]
+    names = PROMPT_SETS if dataset.dataset is None else (dataset.dataset,)
+    paths = [find_built_in(name) if name in PROMPT_SETS else Path(name) for name in names]
     prompts = {path.stem: _read(path, dataset, engine) for path in paths}
-    default = NUM_REQUESTS if names[0] in BUILT_IN else None
+    default = NUM_REQUESTS if names[0] in PROMPT_SETS else None
     return make_groups(prompts, concurrency, dataset.num_requests, default)
 
 
@@ -88,7 +88,7 @@ def resize_prompt(prompt: Prompt, length: int, others: Sequence[Prompt], bos: in
 
 def _read(path: Path, dataset: Dataset, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
-    hint = f"; built in: {', '.join(BUILT_IN)}"
+    hint = f"; built in: {', '.join(PROMPT_SETS)}"
     prompts = [
         Prompt(path.stem, r.task_id, r.token_ids, add_seed(r.params, number))
         for number, r in enumerate(read_requests(path, engine, dataset.params, "--dataset", hint))

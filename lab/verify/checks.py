@@ -40,6 +40,7 @@ P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
 MACHINE_PROMPTS = 4  # the shortest ones, for `check_machine`
 MACHINE_TOKENS = 16  # of each text of `check_machine`
+LACKS_ISA = "; this machine has "  # in the message of plugins/cpu/source/ops.cpp
 PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
@@ -87,11 +88,7 @@ def check_quality(case: VerifyCase) -> Finding:
     source = find_checkpoint(case)
     layers = read_layers(manifest)
     from mtpbuild.lab.verify.plain import load_plain
-    from mtpbuild.lab.verify.quality import (
-        acceptance_length,
-        measure_distance,
-        with_modules_of,
-    )
+    from mtpbuild.lab.verify.quality import acceptance_length, measure_distance, replace_modules
 
     model = load_plain(source, layers)
     params = [replace(p, logprobs=MAX_LOGPROBS) for p in case.params()]
@@ -106,9 +103,9 @@ def check_quality(case: VerifyCase) -> Finding:
         lengths["checkpoint"] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
             scheme = make_engine_scheme(build.quantised_to, build.head_weights)
-            rounded = with_modules_of(model, load_plain(source, layers, scheme))
+            replace_modules(model, load_plain(source, layers, scheme))
             name = "checkpoint_with_rounded_modules"
-            lengths[name] = acceptance_length(rounded, case.prompts, ids, build.nextn, eagle)
+            lengths[name] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)
         figures["acceptance_lengths"] = lengths
         named = (f"{name.replace('_', ' ')} {length:.2f}" for name, length in lengths.items())
         detail += f"; acceptance length: {', '.join(named)}"
@@ -176,7 +173,7 @@ def check_machine(case: VerifyCase) -> Finding:
                 with use_instruction_set(isa), case.reload(threads=threads) as engine:
                     finding = compare_bits(run_prompts(engine, prompts, params), wanted)
             except errors.EngineError as error:
-                if isa is None or "this machine has" not in str(error):
+                if isa is None or LACKS_ISA not in str(error):
                     raise
                 continue  # this machine lacks the instruction set
             tried.append(isa or ("1 thread" if threads == 1 else f"{threads} threads"))

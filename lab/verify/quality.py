@@ -59,15 +59,14 @@ def acceptance_length(
     eagle: bool,
 ) -> float:
     """Return how many tokens a step emits, if the model drafts for these greedy texts."""
+    draft = _draft_as_eagle if eagle else _draft_as_vanilla
     steps = emitted = 0
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = [*prompt, *text]
         hidden = model.main(torch.tensor([tokens]))
         at = len(prompt) + 1
         while at + nextn < len(tokens):
-            drafts = (_draft_as_eagle if eagle else _draft_as_vanilla)(
-                model, tokens[:at], hidden[:, : at - 1], nextn
-            )
+            drafts = draft(model, tokens[:at], hidden[:, : at - 1], nextn)
             right = [d == t for d, t in zip(drafts, tokens[at:], strict=False)]
             accepted = right.index(False) if False in right else nextn
             at, steps, emitted = at + accepted + 1, steps + 1, emitted + accepted + 1
@@ -95,11 +94,9 @@ def _draft_as_vanilla(model: PlainLM, tokens: list[int], hidden: Tensor, nextn: 
     return drafts
 
 
-def with_modules_of(model: PlainLM, other: PlainLM) -> PlainLM:
-    """Give a model the MTP modules of another one; return it."""
+def replace_modules(model: PlainLM, other: PlainLM) -> None:
+    """Replace a model's MTP modules with those of another model."""
     family = find_family_of(model.config)
-    state = model.state_dict()
-    theirs = other.state_dict()
+    state, theirs = model.state_dict(), other.state_dict()
     state |= {name: theirs[name] for name in state if is_module(family, model.config, name)}
     model.load_state_dict(state, assign=True)
-    return model

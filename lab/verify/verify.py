@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from mtpbuild.builder.flags import VerifyFlags
-from mtpbuild.builder.plan.recipe import BUILT_IN, find_built_in, find_model
+from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in, find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
 from mtpbuild.builder.weights.scheme import make_engine_scheme
@@ -120,7 +120,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
-        files = map(find_built_in, BUILT_IN)
+        files = map(find_built_in, PROMPT_SETS)
         requests = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
     longest = max(len(request.token_ids) for request in requests)
     check_room(engine, longest, request.output_len, hint=": see --output-len")

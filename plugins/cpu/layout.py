@@ -52,7 +52,7 @@ def bits_of(width: int) -> int:
     return width * 8 // BLOCK
 
 
-def panels(outputs: int) -> int:
+def count_panels(outputs: int) -> int:
     return -(-outputs // PANEL)
 
 

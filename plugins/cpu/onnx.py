@@ -52,7 +52,7 @@ Norm = declare_operator(DOMAIN, "Norm", "x weight", epsilon=0.0)
 Cos, Sin, LogSoftmax, ArgMax, Sum = (
     declare_operator(DOMAIN, name, "x") for name in ("Cos", "Sin", "LogSoftmax", "ArgMax", "Sum")
 )
-PARTS = "a b c d"  # operands of a join
+JOIN_OPERANDS = "a b c d"  # as many as one join may have
 JOINED = (ir.DataType.FLOAT, ir.DataType.INT64)  # types that can be joined
 
 
@@ -107,9 +107,9 @@ def restore_axis(reduced: Any, dtype: ir.DataType) -> Any:
 
 def cat(parts: Sequence[Any], axis: int = 0) -> Any:
     [kind, *others] = {part.dtype for part in parts}
-    if others or kind not in JOINED or not 1 < len(parts) <= len(PARTS.split()):
+    if others or kind not in JOINED or not 1 < len(parts) <= len(JOIN_OPERANDS.split()):
         return op.Concat(*parts, axis=axis)
-    join = declare_operator(DOMAIN, "Join" + SUFFIXES[kind], PARTS, axis=0)
+    join = declare_operator(DOMAIN, "Join" + SUFFIXES[kind], JOIN_OPERANDS, axis=0)
     return join(*parts, axis=axis % len(parts[0].shape))
 
 

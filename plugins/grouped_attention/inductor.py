@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.mla_attention.inductor import attend_apart
+from mtpbuild.plugins.mla_attention.op import seen_apart
 
 
 def grouped_attention_inductor(
@@ -13,11 +14,8 @@ def grouped_attention_inductor(
     (B, H, T, D), S = q.shape, cache.shape[2]
     rows = (q * scale).reshape(B, groups, -1, D)  # [B, G, H / G * T, D]
     (old_k, old_v), (new_k, new_v) = (_heads(block, groups) for block in (cache, fresh))
-    committed = torch.arange(S, device=q.device) < base[:, None]  # [B, S]
-    last = first[:, None] + torch.arange(T, device=q.device)
-    visible = torch.arange(fresh.shape[2], device=q.device) <= last[..., None]  # [B, T, F]
-    visible = visible.repeat(1, H // groups, 1)[:, None]
-    masks = committed[:, None, None], visible
+    committed, visible = seen_apart(S, fresh.shape[2], base, first, T)  # [B, 1, S], [B, T, F]
+    masks = committed[:, None], visible.repeat(1, H // groups, 1)[:, None]
     mixed = attend_apart(rows, (old_k, new_k), (old_v, new_v), masks, torch.float32)
     return mixed.reshape(B, H, T, D)
 

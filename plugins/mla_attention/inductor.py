@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.definition import bind
-from mtpbuild.plugins.mla_attention.op import floored_softmax, mla_attention
+from mtpbuild.plugins.mla_attention.op import floored_softmax, mla_attention, seen_apart
 from mtpbuild.plugins.sparse_rows.op import chosen_mask
 
 Pair = tuple[Tensor, Tensor]  # for the cache's rows, and for the fresh rows
@@ -23,9 +23,7 @@ def mla_attention_inductor(*operands: Any) -> Tensor:
     rows = (q * scale).reshape(B, H * T, C)
     old = cache[:, 0, :, :C]
     new = fresh[:, 0, :, :C]
-    committed = (torch.arange(S, device=q.device) < base[:, None])[:, None]  # [B, 1, S]
-    last = first[:, None] + torch.arange(T, device=q.device)
-    visible = torch.arange(new.shape[1], device=q.device) <= last[..., None]  # [B, T, F]
+    committed, visible = seen_apart(S, new.shape[1], base, first, T)  # [B, 1, S], [B, T, F]
     if chosen is not None:
         seen = chosen_mask(chosen, base, S, new.shape[1])
         committed, visible = seen[..., :S].repeat(1, H, 1), seen[..., S:]

@@ -25,12 +25,19 @@ def floored_softmax(scores: Tensor) -> Tensor:
     return torch.maximum(scores, least).softmax(-1)
 
 
+def seen_apart(
+    rows: int, fresh_rows: int, base: Tensor, first: Tensor, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Return the cache's rows that all tokens see [B, 1, S], the fresh rows of each [B, T, F]."""
+    last = first[:, None] + torch.arange(tokens, device=base.device)
+    old = (torch.arange(rows, device=base.device) < base[:, None])[:, None]
+    return old, torch.arange(fresh_rows, device=base.device) <= last[..., None]
+
+
 def seen_rows(rows: int, fresh_rows: int, base: Tensor, first: Tensor, tokens: int) -> Tensor:
     """Return which rows of the cache, then which fresh rows, each token sees: [B, T, S + F]."""
-    last = first[:, None] + torch.arange(tokens, device=base.device)
-    old = (torch.arange(rows, device=base.device) < base[:, None])[:, None].expand(-1, tokens, -1)
-    new = torch.arange(fresh_rows, device=base.device) <= last[..., None]
-    return torch.cat([old, new], dim=-1)
+    old, new = seen_apart(rows, fresh_rows, base, first, tokens)
+    return torch.cat([old.expand(-1, tokens, -1), new], dim=-1)
 
 
 def holds_rows(cache: Any, fresh: Any) -> bool:

@@ -22,7 +22,7 @@ from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import rotated_sum
 
-MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
+MAX_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS if the number of slots is symbolic
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _choose_tiles(rows: int, weight: Tensor) -> tuple[dict[str, int], int, int]:
     rows: may be a symbol.
     """
     heads, depth, columns = weight.shape
-    block = round_up_to_tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
+    block = round_up_to_tile(min(rows, MAX_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = choose_columns(heads, columns)
     narrow = wide < 64 and block == 16 and weight.element_size() == 2
     deep = inputs_of_tile(weight, depth, 2 * INPUTS if narrow else INPUTS)

@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has
 
 # What a part of R1 calls with 4 tokens, at most, the collectives apart: more are a step backwards.
 # Of a rank of eight, in bfloat16, in nvfp4 and in fp8.
-MOST_CALLS = {
+MAX_CALLS = {
     "dense_layer": (14, 16, 17),
     "MoE_layer": (17, 17, 18),
     "first_draft": (25, 25, 26),
@@ -127,7 +127,7 @@ def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: P
         check(program, gpu.replace("sm", "sm_"), headers)
         assert OWN[program.program] <= set(program.kernels)
         assert "scaled_product" in program.kernels, "plain products, too, whose reader sums parts"
-        assert program.calls <= MOST_CALLS[program.program][FORMATS.index(format)]
+        assert program.calls <= MAX_CALLS[program.program][FORMATS.index(format)]
 
 
 @pytest.mark.full

@@ -28,7 +28,7 @@ NAMES = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }  # fmt: skip
-PARTS = {
+GGUF_NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.o_proj": "attn_output",
     **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
@@ -104,7 +104,7 @@ def write_dense(path: Path, name: str, factors: npt.NDArray[np.float32] | None =
         head = part.removeprefix("self_attn.").removesuffix("_proj")
         if name == "llama" and head in counts:
             value = permute(value, counts[head])
-        writer.add_tensor(f"blk.{layer}.{PARTS[part]}.{ending}", value.contiguous().numpy())
+        writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[part]}.{ending}", value.contiguous().numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()

@@ -56,7 +56,7 @@ def graphs(engine: Path) -> Iterator[onnx.GraphProto]:
 
 
 @pytest.mark.full
-def test_wide_heads(folder: Path, tmp_path: Path) -> None:
+def test_large_per_head_products(folder: Path, tmp_path: Path) -> None:
     """`kv_b_proj` is int8 beside integer products, in one operator; a forecast knows it."""
     own, eight = (
         build(asked(folder, tmp_path / weights, weights))[0] for weights in ("int4", "int8")

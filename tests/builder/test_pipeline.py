@@ -13,13 +13,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.compiler.build import BuiltEngine
+from mtpbuild.builder.compiler.manifest_of import FROM_CONFIG, FROM_PLAN
 from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import load_recipes
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    BuildInfo,
+    ModelInfo,
+    check_files,
+    read_manifest,
+)
 from mtpbuild.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -130,6 +139,17 @@ def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_p
     build(request(smallest, 1, out=tmp_path / "again"), stages)
     assert "trace prefill" not in stages.seconds
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
+
+
+@pytest.mark.parametrize(
+    ("taken", "record", "source"),
+    [(FROM_CONFIG, ModelInfo, ModelConfig), (FROM_PLAN, BuildInfo, Plan)],
+)
+def test_the_manifest_has_all_that_plan_and_configuration_say(
+    taken: tuple[str, ...], record: Any, source: Any
+) -> None:
+    known = {*dir(source), *source.__dataclass_fields__}
+    assert {*taken} == known & record.model_fields.keys()
 
 
 @pytest.mark.xdist_group("pipeline")

@@ -6,11 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mtpbuild.lab.verify.quality import (
-    acceptance_length,
-    measure_distance,
-    with_modules_of,
-)
+from mtpbuild.lab.verify.quality import acceptance_length, measure_distance, replace_modules
 from mtpbuild.runtime.requests.request import Result, TokenLogprobs
 from tests.reference.recompute import draft_logits, greedy, row_logits
 from tests.support.checkpoints import make_model, make_predictable
@@ -79,6 +75,6 @@ def test_modules_of_another_model() -> None:
     one: Any = make_model()
     other: Any = make_model(1)
     main = one.model.layers[0].input_layernorm.weight.clone()
-    joined: Any = with_modules_of(one, other)
-    assert torch.equal(joined.module(2).eh_proj.weight, other.module(2).eh_proj.weight)
-    assert torch.equal(joined.model.layers[0].input_layernorm.weight, main)
+    replace_modules(one, other)
+    assert torch.equal(one.module(2).eh_proj.weight, other.module(2).eh_proj.weight)
+    assert torch.equal(one.model.layers[0].input_layernorm.weight, main)

@@ -19,7 +19,7 @@ from mtpbuild.runtime.programs.aot_package import TORCH, name_this_machine
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
 
-BUILT_IN = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
+TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 CODE = """
 from mtpbuild.runtime.contract.targets import TargetRecord
 from tests.support.fakes import FakePrograms
@@ -52,8 +52,8 @@ def engine_for(target: str, folder: Path) -> Path:
 
 
 def test_those_of_this_package() -> None:
-    assert target_names()[:4] == BUILT_IN
-    for name in BUILT_IN:
+    assert target_names()[:4] == TARGETS
+    for name in TARGETS:
         target = find_target(name)
         assert target.name == name
         assert target.programs.startswith("mtpbuild.runtime.programs.")
@@ -61,7 +61,7 @@ def test_those_of_this_package() -> None:
 
 
 def test_an_unknown_one(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"^unknown target 'abacus'; supported: {BUILT_IN[0]}, "):
+    with pytest.raises(UsageError, match=f"^unknown target 'abacus'; supported: {TARGETS[0]}, "):
         find_target("abacus")
     folder = engine_for("abacus", tmp_path / "engine")
     says = r"engine.json: target.name: unknown target 'abacus'; supported: onnxruntime, .*; rebuild"

@@ -18,7 +18,7 @@ from mtpbuild.plugins import (
     matmul_scaled,
     product_packed,
 )
-from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, panels
+from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, count_panels
 from mtpbuild.plugins.moe.op import NO_EXPERT, run_experts
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -32,13 +32,13 @@ class PackedWeight(nn.Module):
         *stack, inputs, self.outputs = shape
         self.scales: nn.Parameter | None = None
         if format is None:
-            self.values = parameter(*stack, panels(self.outputs), inputs, PANEL)
+            self.values = parameter(*stack, count_panels(self.outputs), inputs, PANEL)
             return
-        count = panels(self.outputs)
-        blocks = inputs // BLOCK
-        width = PANEL * BLOCK * format.bits // 8
+        count = count_panels(self.outputs)
+        blocks, width = inputs // BLOCK, PANEL * BLOCK * format.bits // 8
         eights = format.eights if isinstance(format, MixedIntegers) else 0  # last ones of int4
-        self.values = parameter(*stack, count + panels(eights), blocks, width, dtype=torch.uint8)
+        places = count + count_panels(eights)
+        self.values = parameter(*stack, places, blocks, width, dtype=torch.uint8)
         wide = {None: PANEL, "zeros": PANEL * 3 // 2, "minima": PANEL * 2}[format.offsets]
         self.scales = parameter(*stack, count, blocks, wide, dtype=torch.float16)
 
@@ -146,7 +146,7 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
         return ExpertRows(parameter)
     if weight.packed:
         if weight.paired:
-            outputs = 2 * PANEL * panels(outputs // 2)
+            outputs = 2 * PANEL * count_panels(outputs // 2)
         kind = PackedExperts if stack and not weight.per_head else PackedBlocks
         assert format is None or isinstance(format, Integers)
         return kind((*stack, inputs, outputs), format)

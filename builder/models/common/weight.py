@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 Transform: TypeAlias = "Callable[..., Tensor]"
 # (number of a layer, its name in the checkpoint, its name in the program) -> some of its weights
 Layer: TypeAlias = "Callable[[int, str, str], Iterable[Weight]]"
-PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
+FORMAT_PARTS = ("values", "scales", "scales_2")  # names of a format's parts in an engine, in order
 
 
-# Elements of the smallest stack of per-head products that integer engines quantise. A smaller stack
+# Integer engines quantise a stack of per-head products from this size on. A smaller stack
 # takes a few percent of a step's time in fp32; a stack of 2^18 took a sixth of a step (int8, 0.95
 # billion parameters).
-WIDE = 1 << 18
+MIN_PER_HEAD_ELEMENTS = 1 << 18
 # Exponents of a delta rule: their rounding error adds up over tokens.
 EXPONENTS = (".decay_rate", ".decay_bias")
 ROUTERS = (".gate.", ".weights_proj")  # parts of names
@@ -169,16 +169,16 @@ class Weight:
         return self.concat_axis is not None or bool(self.per_head)
 
     @property
-    def wide_heads(self) -> bool:
-        """Whether the weight is a stack of per-head products worth quantising (`WIDE`)."""
-        return bool(self.per_head) and prod(self.per_head) >= WIDE
+    def large_per_head(self) -> bool:
+        """Whether the weight is a stack of per-head products large enough to quantise."""
+        return bool(self.per_head) and prod(self.per_head) >= MIN_PER_HEAD_ELEMENTS
 
     @property
     def tensors(self) -> dict[str, str]:
         """The weight's tensors in the engine: name -> suffix of the format's part."""
         if self.format is None:
             return {f"{self.name}.{self.layout.value}" if self.layout.value else self.name: ""}
-        parts = zip(PARTS, self.format.suffixes, strict=False)
+        parts = zip(FORMAT_PARTS, self.format.suffixes, strict=False)
         return {f"{self.name}.{part}": suffix for part, suffix in parts}
 
     @property
@@ -198,16 +198,11 @@ class Weight:
         formats = {stored.name: format for stored, format in self.formats_by_stored}
         for group in self.slices_of_stored:
             if self.format is not None and not self.per_head:
-                parts = [
-                    checkpoint.read_engine_parts(stored.name, formats[stored.name])
-                    for stored in group
-                ]
+                parts = [checkpoint.read_engine_parts(w.name, formats[w.name]) for w in group]
                 for name, suffix in self.tensors.items():
                     part = [tensors[suffix] for tensors in parts]
-                    yield (
-                        name,
-                        self._join_part(self.format, suffix, group, part, share).contiguous(),
-                    )
+                    joined = self._join_part(self.format, suffix, group, part, share)
+                    yield name, joined.contiguous()
                 continue
             # Stored tensors are bound to no name, so they are freed before the slice is copied.
             join = in_turn if self.layout is Layout.ROWS else self.transform
@@ -288,7 +283,7 @@ def join_slices(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Ten
 def find_weight_of(name: str) -> str:
     """Return the name of the weight that an engine's tensor belongs to."""
     weight, _, leaf = name.rpartition(".")
-    return weight if leaf in PARTS else name
+    return weight if leaf in FORMAT_PARTS else name
 
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:

@@ -194,7 +194,7 @@ def _replace_cuda_functions(gpu: CudaGpu, capability: str) -> dict[str, Callable
         L2_cache_size=gpu.cache,
         gcnArchName="",  # only AMD GPUs have one, but the compiler reads it on all
     )
-    results: dict[str, Any] = {
+    answers: dict[str, Any] = {
         "is_available": True,
         "_is_compiled": True,
         "is_bf16_supported": True,
@@ -212,7 +212,7 @@ def _replace_cuda_functions(gpu: CudaGpu, capability: str) -> dict[str, Callable
         "set_rng_state": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
-    return {name: functools.partial(_answer, value) for name, value in results.items()}
+    return {name: functools.partial(_answer, value) for name, value in answers.items()}
 
 
 def _answer(value: Any, *asked: Any, **more: Any) -> Any:

@@ -67,8 +67,8 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   ort::api = base->get_api(ort::API);
   if (!ort::api) {
     ort::api = base->get_api(1);
-    return ort::failed(std::string("mtpbuild's kernels need onnxruntime 1.17, this is ") +
-                       base->version());
+    return ort::failed(std::string("onnxruntime ") + base->version() +
+                       ": mtpbuild's CPU kernels need 1.17 or later; upgrade it with pip");
   }
   return guarded([&] {
     static ort::Domain* domain = [] {
