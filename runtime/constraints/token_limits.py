@@ -11,6 +11,8 @@ from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
+WORDS = "bad_words"
+
 
 class TokenLimits:
     """The limits of a request's tokens, as a `Grammar` that forces nothing.
@@ -31,10 +33,12 @@ class TokenLimits:
             self._free[:] = False
             self._free[[*allowed]] = True
         if params.bad_words and tokenizer is None:
-            raise RequestError("bad_words: this engine was built without a tokenizer")
+            raise RequestError(f"{WORDS}: this engine was built without a tokenizer", WORDS)
         words = [ids for text in params.bad_words for ids in encode_bad_word(text, tokenizer)]
         if (id := max((id for ids in words for id in ids), default=0)) >= size:
-            raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
+            raise RequestError(
+                f"{WORDS}: token id {id} is outside the vocabulary 0..{size - 1}", WORDS
+            )
         self._free[[ids[0] for ids in words if len(ids) == 1]] = False
         self._bad = [ids for ids in words if len(ids) > 1]
         # Steps forbid end tokens before min_tokens too, but the check below comes before any step.
@@ -42,8 +46,8 @@ class TokenLimits:
         self._before_min_tokens, self._min_tokens = self._free.copy(), params.min_tokens
         self._before_min_tokens[[id for id in ends if id < size]] = False
         if not self._find_allowed_tokens([], 0).any():
-            name = "allowed_token_ids" if allowed is not None else "bad_words"
-            raise RequestError(f"{name}: no token is left that an answer could begin with")
+            name = "allowed_token_ids" if allowed is not None else WORDS
+            raise RequestError(f"{name}: no token is left that an answer could begin with", name)
         self.kept = 0
 
     def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
@@ -58,7 +62,9 @@ class TokenLimits:
             free = self._find_allowed_tokens([*self._output, *taken[:row]], self._taken + row)
             if not free.any():
                 if row == 0:
-                    raise RequestError("bad_words: no token is left that may follow the answer")
+                    raise RequestError(
+                        f"{WORDS}: no token is left that may follow the answer", WORDS
+                    )
                 taken = taken[: row - 1]
                 break
             bits = np.zeros(words * WORD, bool)
@@ -91,5 +97,5 @@ def encode_bad_word(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     text = text.lstrip() or text
     plain, spaced = (tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))
     if not plain:
-        raise RequestError("bad_words: a text is empty")
+        raise RequestError(f"{WORDS}: a text is empty", WORDS)
     return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]

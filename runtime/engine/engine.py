@@ -477,7 +477,7 @@ class Engine:
         """
         ids, params = self.token_ids(prompt), _choose_params(params)
         if params.stop and self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+            raise RequestError("stop: this engine was built without a tokenizer", "stop")
         request = Request(ids, params, self.manifest, self.tokenizer, observer)
         request.grammar = self._loaded.grammars.make_grammar(params, request.controls)
         request.owner, request.totals = self._loaded.driver, self.totals
@@ -513,7 +513,8 @@ class Engine:
             prompt = self.chat_ids(cast(Sequence[Message], messages), **options)
         if tool_use is not None and tool_use.forced is not None:
             if params.structured_outputs is not None:
-                raise RequestError("structured_outputs can't go with a forced tool call")
+                wrong = "structured_outputs can't go with a forced tool call"
+                raise RequestError(wrong, "structured_outputs")
             params = replace(params, structured_outputs=tool_use.forced)
         request = self.prepare(prompt, self.answer_params(params, tool_use), observer=observer)
         return request, AnswerParser(calls=tool_use.make_parser() if tool_use else None)
