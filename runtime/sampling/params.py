@@ -184,9 +184,9 @@ class SamplingParams:
     synthetic_acceptance_length: float | None = judging(
         None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
     )
-    # The tokens of the thinking phase; None: the engine's own.
+    # The token that begins the thinking phase; None: the engine's own.
     begin_thinking_phase_token: int | None = private(None, token, tokens=True)
-    # The other one of these tokens.
+    # The token that ends the thinking phase; None: the engine's own.
     end_thinking_phase_token: int | None = private(None, token, tokens=True)
     # Report each token's log-probability, before temperature and filters, and the N most probable
     # tokens (0: none of them).
