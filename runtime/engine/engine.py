@@ -147,7 +147,7 @@ class Engine:
         folder = Path(path)
         manifest = read_manifest(folder)
         limited = limit_context(manifest, max_seq_len)
-        try:
+        with _name_folder(folder):
             for place, own_manifest in find_own_folders(folder, manifest):
                 check_files(place, own_manifest, verify_hashes=verify_hashes)
             template = None if chat_template is None else Path(chat_template)
@@ -174,13 +174,6 @@ class Engine:
                 step_times=times,
                 chunked_prefill_size=chunked_prefill_size,
             )
-        except OSError as error:
-            raise EngineFileError(f"{folder}: can't be read ({error})") from None
-        except MtpbuildError:
-            raise
-        except Exception as error:  # e.g. a valid manifest that does not fit its programs
-            reason = f"{type(error).__name__}: {take_first_line(error)}"
-            raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
     @property
     def folder(self) -> Path | None:
@@ -585,6 +578,20 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
         return self.tokenizer
+
+
+@contextlib.contextmanager
+def _name_folder(folder: Path) -> Iterator[None]:
+    """Let errors of the block, which loads an engine, name its folder and say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineFileError(f"{folder}: can't be read ({error})") from None
+    except MtpbuildError:
+        raise
+    except Exception as error:  # e.g. a valid manifest that does not fit its programs
+        reason = f"{type(error).__name__}: {take_first_line(error)}"
+        raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
 
 def _choose_params(params: SamplingParams | None) -> SamplingParams:
