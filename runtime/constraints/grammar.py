@@ -125,9 +125,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise make_form_error(
-                "no token can go on with this answer, or the form is too complex to follow"
-            )
+            raise make_form_error("no token can follow this answer, or the form is too complex")
 
 
 class GrammarTokens:

@@ -144,8 +144,7 @@ class Loop:
                     self.programs.clear(slot)
             elif request.error is None and self.prefix_cache is not None:
                 with _log_failed_save():
-                    tokens = request.prompt + request.token_ids
-                    self.prefix_cache.save(slot, tokens, rows, request)
+                    self.prefix_cache.save(slot, request.prompt + request.token_ids, rows, request)
 
     def _has_finite_rows(self, slot: int, request: Request, rows: int) -> bool:
         """Tell whether the rows that an ended request has filled are finite."""

@@ -4,16 +4,15 @@ from collections.abc import Sequence
 
 from mtpbuild.runtime.errors import RequestError
 
+METHOD = "rejection_sample_method"
 RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
 
 
 def check_synthetic(method: str | None, rates: object, length: object) -> None:
     """Raise RequestError unless rates or a length are given exactly for synthetic acceptance."""
-    name = "rejection_sample_method 'synthetic'"
+    name = f"{METHOD} 'synthetic'"
     if method == "synthetic" and (rates is None) == (length is None):
-        raise RequestError(
-            f"{name} needs exactly one of {RATES} and {LENGTH}", "rejection_sample_method"
-        )
+        raise RequestError(f"{name} needs exactly one of {RATES} and {LENGTH}", METHOD)
     if method != "synthetic" and (rates, length) != (None, None):
         setting = LENGTH if rates is None else RATES
         raise RequestError(f"{setting} needs {name}", setting)

@@ -202,26 +202,23 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 def _simplify_value(value: Any, name: str, entry: object) -> Any:
     """Copy an entry of an option into plain JSON types, so that the sandbox sees no others."""
+
+    def copy(value: Any) -> Any:
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):  # a member of an enumeration, for example
+                return getattr(kind, f"__{kind.__name__}__")(value)
+        if isinstance(value, Mapping):
+            return {copy(key): copy(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [copy(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
+            return copy(dump())
+        raise RequestError(f"{name} {entry} has a value that is not JSON: {value!r:.60}", name)
+
     try:
-        return _copy_value(value, name, entry)
+        return copy(value)
     except RecursionError:
         raise RequestError(f"{name} {entry} is nested too deeply", name) from None
-
-
-def _copy_value(value: Any, name: str, entry: object) -> Any:
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):  # a member of an enumeration, for example
-            return getattr(kind, f"__{kind.__name__}__")(value)
-    if isinstance(value, Mapping):
-        return {
-            _copy_value(key, name, entry): _copy_value(item, name, entry)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        items = [_copy_value(item, name, entry) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
-        return _copy_value(dump(), name, entry)
-    raise RequestError(f"{name} {entry} has a value that is not JSON: {value!r:.60}", name)

@@ -84,14 +84,12 @@ def read_tool_use(
 def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
     """Return a tool's function and the schema of its arguments."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    field = f"tools.{number}"
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         shape = '{"type": "function", "function": {"name": ...}}'
-        raise RequestError(f"{field} is not {shape}: {tool!r:.60}", field)
+        raise RequestError(f"tools.{number} is not {shape}: {tool!r:.60}", f"tools.{number}")
     if not NAME.fullmatch(name := function["name"]):
-        field += ".function.name"
-        wrong = f"{field} has up to 64 letters, digits, _ and -, unlike {name!r:.60}"
-        raise RequestError(wrong, field)
+        wrong = f"has up to 64 letters, digits, _ and -, unlike {name!r:.60}"
+        raise RequestError(f"tools.{number}.function.name {wrong}", f"tools.{number}.function.name")
     return name, function.get("parameters")
 
 
