@@ -55,7 +55,15 @@ class UsageError(MtpbuildError):
 
 
 class RequestError(UsageError):
-    """A prompt or a sampling parameter that the engine does not accept."""
+    """A prompt or a setting that the engine does not accept.
+
+    setting: the name of the wrong setting, with which the message begins; "" if there is none.
+    """
+
+    def __init__(self, message: str, setting: str = "") -> None:
+        assert message.startswith(setting), message
+        super().__init__(message)
+        self.setting = setting
 
 
 class TemplateLimitError(RequestError):

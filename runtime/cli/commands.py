@@ -44,6 +44,7 @@ from mtpbuild.runtime.flag_groups import (
 from mtpbuild.runtime.threads import make_threads_flag
 
 if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.engine.loaded import Prompt
     from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
@@ -183,7 +184,6 @@ def run(
     from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine.engine import Engine
     from mtpbuild.runtime.programs.follow import lead_or_follow
-    from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
@@ -198,12 +198,8 @@ def run(
     )
     manifest = read_manifest(folder)
     check_engine(settings, manifest.build)
-    if talks:  # as in `serve`: the model's own sampling, and answers of any length
-        usual = choose_sampling_defaults(folder, manifest) | {
-            "max_tokens": manifest.build.max_seq_len
-        }
-        typed = find_given_flags(context, usual)
-        sampling = replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
+    if talks:
+        sampling = _add_model_sampling(sampling, context, folder, manifest)
     form = None if json_schema is None else _read_form(json_schema)
     params = make_sampling_params(sampling, settings, manifest, structured_outputs=form)
     if params.synthetic:
@@ -230,11 +226,21 @@ def run(
             chat_terminal.converse(loaded, params, prompts.system, options)
         else:
             prompt = prompts.read_prompt(loaded, options)
-            if json:
-                result = loaded.generate(prompt, params, observer=recorder)
-                typer.echo(terminal.write_json_line(0, result))
-            else:
-                terminal.stream_answer(loaded, prompt, params, recorder)
+            terminal.answer_prompt(loaded, prompt, params, json, recorder)
+
+
+def _add_model_sampling(
+    sampling: RunFlags, context: typer.Context, folder: Path, manifest: "Manifest"
+) -> RunFlags:
+    """Return the flags with the model's own sampling and answers of any length, as in `serve`.
+
+    Flags that the user gave stay.
+    """
+    from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
+
+    usual = choose_sampling_defaults(folder, manifest) | {"max_tokens": manifest.build.max_seq_len}
+    given = find_given_flags(context, usual)
+    return replace(sampling, **{n: v for n, v in usual.items() if n not in given})
 
 
 @error_line

@@ -67,6 +67,15 @@ def answer_file(
             print(result.text or ",".join(map(str, result.token_ids)), flush=True)
 
 
+def answer_prompt(
+    engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
+) -> None:
+    if json:
+        print(write_json_line(0, engine.generate(prompt, params, observer=trace)), flush=True)
+    else:
+        stream_answer(engine, prompt, params, trace)
+
+
 def stream_answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, observer: Observer | None = None
 ) -> Result:

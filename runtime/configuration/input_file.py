@@ -198,7 +198,7 @@ def read_requests(
         given = to_params_fields(settings, engine.manifest)
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+            raise RequestError("stop: this engine was built without a tokenizer", "stop")
         if check:
             engine.check(params)
         return FileRequest(index if line.task_id is None else line.task_id, ids, params)

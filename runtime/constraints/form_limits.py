@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling.structured_outputs import make_form_error
 
 LONGEST = 256 * 1024  # characters of a form
 LONGEST_GRAMMAR = 32 * 1024  # characters of a Lark grammar without the schemas in it
@@ -24,7 +24,7 @@ def check_form(kind: str, text: str) -> None:
     reports them.
     """
     if len(text) > LONGEST:
-        raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
+        raise make_form_error(f"longer than {LONGEST} characters")
     if kind == "json":
         _check_schemas(_split_schemas(f"%json {text}")[1])
     elif kind == "regex":
@@ -76,12 +76,10 @@ def _walk_objects(value: Any) -> Iterator[dict[str, Any]]:
 
 def _check_limit(what: str, count: int, limit: int) -> None:
     if count > limit:
-        raise RequestError(f"structured_outputs: {count} {what}, at most {limit} are compiled")
+        raise make_form_error(f"{count} {what}, at most {limit} are compiled")
 
 
 def _check_squares(what: str, sizes: Iterable[int], limit: int) -> None:
     counts = list(sizes)
     if sum(size**2 for size in counts) > limit**2:
-        raise RequestError(
-            f"structured_outputs: {sum(counts)} {what}, at most {limit} are compiled in one place"
-        )
+        raise make_form_error(f"{sum(counts)} {what}, at most {limit} are compiled in one place")

@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.programs import Constraint, Words
 from mtpbuild.runtime.contract.targets import list_targets_with
 from mtpbuild.runtime.errors import RequestError, explain_missing_package
 from mtpbuild.runtime.sampling.params import SamplingParams
-from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
+from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs, make_form_error
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.threads import call_with_stack
 
@@ -125,10 +125,7 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestError(
-                "structured_outputs: no token can go on with this answer, or the form is too "
-                "complex to follow"
-            )
+            raise make_form_error("no token can follow this answer, or the form is too complex")
 
 
 class GrammarTokens:
@@ -189,9 +186,9 @@ class Grammars:
         model = self._manifest.model
         self._check_supported("structured_outputs")
         if self._tokenizer is None:
-            raise RequestError("structured_outputs: this engine was built without a tokenizer")
+            raise make_form_error("this engine was built without a tokenizer")
         if not model.eos_token_ids:
-            raise RequestError("structured_outputs: the model has no token that ends an answer")
+            raise make_form_error("the model has no token that ends an answer")
         compiled = self._compiled(form)  # outside the lock: it may take a second
         with self._copying:
             copy = compiled.deep_copy()
@@ -200,10 +197,8 @@ class Grammars:
 
     def _check_supported(self, setting: str) -> None:
         if not self._supported:
-            raise RequestError(
-                f"{setting}: this engine's steps take no grammar; build "
-                f"it anew for target {list_targets_with(Feature.CONSTRAIN)}"
-            )
+            advice = f"build it anew for target {list_targets_with(Feature.CONSTRAIN)}"
+            raise RequestError(f"{setting}: this engine's steps take no grammar; {advice}", setting)
 
     def _compile(self, form: StructuredOutputs) -> "LLMatcher":
         with explain_missing_package("a request with structured_outputs", "serve"):
@@ -218,10 +213,9 @@ class Grammars:
         source = _write_source(form)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"structured_outputs: {_cut_to_one_line(matcher.get_error())}")
+            raise make_form_error(_cut_to_one_line(matcher.get_error()))
         if not may_be_satisfied(matcher, -(-self._manifest.model.vocab_size // WORD)):
-            wrong = "no answer satisfies this form, or it is too complex"
-            raise RequestError(f"structured_outputs: {wrong}")
+            raise make_form_error("no answer satisfies this form, or it is too complex")
         return matcher
 
 
@@ -270,7 +264,7 @@ def _write_source(form: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_json_schema(dumps(prepare_schema(text)))
         return grammar_from(kind, text)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"structured_outputs: {_cut_to_one_line(str(error))}") from None
+        raise make_form_error(_cut_to_one_line(str(error))) from None
 
 
 def _is_allowed(mask: Words, row: int, token: int) -> bool:

@@ -12,6 +12,10 @@ from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
 
+def _make_words_error(problem: str) -> RequestError:
+    return RequestError(f"bad_words: {problem}", "bad_words")
+
+
 class TokenLimits:
     """The limits of a request's tokens, as a `Grammar` that forces nothing.
 
@@ -31,10 +35,10 @@ class TokenLimits:
             self._free[:] = False
             self._free[[*allowed]] = True
         if params.bad_words and tokenizer is None:
-            raise RequestError("bad_words: this engine was built without a tokenizer")
+            raise _make_words_error("this engine was built without a tokenizer")
         words = [ids for text in params.bad_words for ids in encode_bad_word(text, tokenizer)]
         if (id := max((id for ids in words for id in ids), default=0)) >= size:
-            raise RequestError(f"bad_words: token id {id} is outside the vocabulary 0..{size - 1}")
+            raise _make_words_error(f"token id {id} is outside the vocabulary 0..{size - 1}")
         self._free[[ids[0] for ids in words if len(ids) == 1]] = False
         self._bad = [ids for ids in words if len(ids) > 1]
         # Steps forbid end tokens before min_tokens too, but the check below comes before any step.
@@ -43,7 +47,7 @@ class TokenLimits:
         self._before_min_tokens[[id for id in ends if id < size]] = False
         if not self._find_allowed_tokens([], 0).any():
             name = "allowed_token_ids" if allowed is not None else "bad_words"
-            raise RequestError(f"{name}: no token is left that an answer could begin with")
+            raise RequestError(f"{name}: no token is left that an answer could begin with", name)
         self.kept = 0
 
     def make_next_constraint(self, drafts: Sequence[int]) -> Constraint:
@@ -58,7 +62,7 @@ class TokenLimits:
             free = self._find_allowed_tokens([*self._output, *taken[:row]], self._taken + row)
             if not free.any():
                 if row == 0:
-                    raise RequestError("bad_words: no token is left that may follow the answer")
+                    raise _make_words_error("no token is left that may follow the answer")
                 taken = taken[: row - 1]
                 break
             bits = np.zeros(words * WORD, bool)
@@ -91,5 +95,5 @@ def encode_bad_word(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
     text = text.lstrip() or text
     plain, spaced = (tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))
     if not plain:
-        raise RequestError("bad_words: a text is empty")
+        raise _make_words_error("a text is empty")
     return [plain, spaced] if len(spaced) == len(plain) and spaced[0] != plain[0] else [plain]

@@ -95,11 +95,11 @@ class Rule:
         values = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
         for name, value in settings.items():
             if name not in values:
-                raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
+                raise RequestError(f"{name} is no setting of acceptance {self.name!r}", name)
             try:
                 values[name] = self.declarations[name].check(value)
             except (ValueError, TypeError, ArithmeticError) as error:
-                raise RequestError(f"{name} {error}") from None
+                raise RequestError(f"{name} {error}", name) from None
         return values
 
     def identity(self) -> str:

@@ -17,12 +17,12 @@ Belief: TypeAlias = Floats  # [levels] their probabilities, whose sum is 1
 LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97], np.float32)
 _weights = (LEVELS + 0.1) ** 2
 PRIOR: Belief = _weights / _weights.sum()  # a new request's; most MTP modules have 0.7 to 0.9
-# With this probability per step the level has changed, and the prior holds again: after a step with
-# drafts, and after one without, where a belief should stay as sure as trials can afford.
-CHANGE, IDLE_CHANGE = 0.005, 0.002
-AFTER_DRAFTS, IDLE = ((1 - change, change * PRIOR) for change in (CHANGE, IDLE_CHANGE))
+# The probability that a level changes in a step. Then the prior holds again.
+CHANGE = 0.005  # in a step with drafts
+IDLE_CHANGE = 0.002  # in a step without drafts; lower, as a doubtful belief leads to costly trials
 FACTOR_WEIGHT = 40.0  # a position's factor starts as 1, with the weight of this many drafts
-FACTOR_DECAY, FACTOR_INTERVAL = 0.98, 16  # weight that older drafts keep, each so many steps
+FACTOR_INTERVAL = 16  # steps after which the factors are learnt anew
+FACTOR_DECAY = 0.98  # older drafts keep this share of their weight then
 MOST_FACTOR, MOST_RATE = 1.2, 0.99
 
 
@@ -36,21 +36,21 @@ class AcceptanceModel:
 
     def update(self, belief: Belief, accepted: int, drafted: int) -> Belief:
         """Return a request's belief after a step that accepted `accepted` of `drafted` drafts."""
-        kept, changed = IDLE
+        change = IDLE_CHANGE
         if drafted:
             tried = min(accepted + 1, drafted)
             self._judged[:tried] += belief @ LEVELS
             self._accepted[:accepted] += 1
             belief = belief * self._compute_likelihood(accepted, drafted)
-            kept, changed = AFTER_DRAFTS
-            kept /= float(belief.sum())
+            belief /= belief.sum()
+            change = CHANGE
         self._steps += 1
         if self._steps % FACTOR_INTERVAL == 0:
             self._judged *= FACTOR_DECAY
             self._accepted *= FACTOR_DECAY
             learnt = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
             self._set_factors(np.minimum(learnt, MOST_FACTOR) / learnt[0])
-        return belief * kept + changed
+        return belief + change * (PRIOR - belief)
 
     def _compute_likelihood(self, accepted: int, drafted: int) -> Floats:
         """Return the probability [levels] of a step's result; none is 0."""

@@ -99,10 +99,11 @@ class AdaptiveNextn(StepLauncher):
         self._beliefs[request] = self._model.update(self._beliefs[request], accepted, drafted)
 
     def _settle(self, last: NextnChoice, times: Seconds, expected: Floats, rate: float) -> None:
-        """Update the credit: each step adds to it, and trials and changes take what they lost.
+        """Add the last step's share to the credit, and subtract what its trial or change lost.
 
-        The loss is what is expected after the step, as its own tokens are few. rate: expected
-        tokens with the best nextn, in the time of a step without drafts.
+        The loss is the step's time less the time in which the best nextn gives as many tokens. The
+        tokens are the expected ones, as those of a single step tell little. rate: expected tokens
+        of the best nextn per unit of time, which is a step without drafts.
         """
         self._credit += TRIAL_SHARE * float(times[last.nextn])
         if last.nextn != last.best or last.verified < last.nextn:

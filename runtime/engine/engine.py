@@ -147,7 +147,7 @@ class Engine:
         folder = Path(path)
         manifest = read_manifest(folder)
         limited = limit_context(manifest, max_seq_len)
-        try:
+        with _name_folder(folder):
             for place, own_manifest in find_own_folders(folder, manifest):
                 check_files(place, own_manifest, verify_hashes=verify_hashes)
             template = None if chat_template is None else Path(chat_template)
@@ -174,13 +174,6 @@ class Engine:
                 step_times=times,
                 chunked_prefill_size=chunked_prefill_size,
             )
-        except OSError as error:
-            raise EngineFileError(f"{folder}: can't be read ({error})") from None
-        except MtpbuildError:
-            raise
-        except Exception as error:  # e.g. a valid manifest that does not fit its programs
-            reason = f"{type(error).__name__}: {take_first_line(error)}"
-            raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
     @property
     def folder(self) -> Path | None:
@@ -477,7 +470,7 @@ class Engine:
         """
         ids, params = self.token_ids(prompt), _choose_params(params)
         if params.stop and self.tokenizer is None:
-            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+            raise RequestError("stop: this engine was built without a tokenizer", "stop")
         request = Request(ids, params, self.manifest, self.tokenizer, observer)
         request.grammar = self._loaded.grammars.make_grammar(params, request.controls)
         request.owner, request.totals = self._loaded.driver, self.totals
@@ -513,7 +506,8 @@ class Engine:
             prompt = self.chat_ids(cast(Sequence[Message], messages), **options)
         if tool_use is not None and tool_use.forced is not None:
             if params.structured_outputs is not None:
-                raise RequestError("structured_outputs can't go with a forced tool call")
+                wrong = "structured_outputs can't go with a forced tool call"
+                raise RequestError(wrong, "structured_outputs")
             params = replace(params, structured_outputs=tool_use.forced)
         request = self.prepare(prompt, self.answer_params(params, tool_use), observer=observer)
         return request, AnswerParser(calls=tool_use.make_parser() if tool_use else None)
@@ -584,6 +578,20 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
         return self.tokenizer
+
+
+@contextlib.contextmanager
+def _name_folder(folder: Path) -> Iterator[None]:
+    """Let errors of the block, which loads an engine, name its folder and say what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineFileError(f"{folder}: can't be read ({error})") from None
+    except MtpbuildError:
+        raise
+    except Exception as error:  # e.g. a valid manifest that does not fit its programs
+        reason = f"{type(error).__name__}: {take_first_line(error)}"
+        raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
 
 def _choose_params(params: SamplingParams | None) -> SamplingParams:

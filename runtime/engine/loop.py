@@ -135,24 +135,25 @@ class Loop:
         self.scheduler.fail(error)
 
     def release(self) -> None:
-        """Free the slots of ended requests and save their rows."""
+        """Free the slots of ended requests; save their rows, or clear those that are not finite."""
         for slot, request, rows in self.scheduler.release():
-            with _log_failed_save():
-                self._save(slot, request, rows)
+            if not self._has_finite_rows(slot, request, rows):
+                if self.prefix_cache is not None:
+                    self.prefix_cache.clear()  # other prompts may have begun with these rows
+                with running_program():
+                    self.programs.clear(slot)
+            elif request.error is None and self.prefix_cache is not None:
+                with _log_failed_save():
+                    self.prefix_cache.save(slot, request.prompt + request.token_ids, rows, request)
 
-    def _save(self, slot: int, request: Request, rows: int) -> None:
-        """Save an ended request's rows; clear them, and what may come from them, if not finite."""
-        finite = not isinstance(request.error, NotFiniteError)
-        if finite and not request.token_ids and rows:  # no step has checked these rows
-            finite = self.programs.finite(slot, rows)
-        if not finite:
-            self.programs.clear(slot)
-        if self.prefix_cache is not None:
-            if not finite:
-                self.prefix_cache.clear()  # other prompts may have begun with these rows
-            elif request.error is None:
-                tokens = request.prompt + request.token_ids
-                self.prefix_cache.save(slot, tokens, rows, request)
+    def _has_finite_rows(self, slot: int, request: Request, rows: int) -> bool:
+        """Tell whether the rows that an ended request has filled are finite."""
+        if isinstance(request.error, NotFiniteError):
+            return False
+        if request.token_ids or not rows:  # a step has checked them, or there are none
+            return True
+        with running_program():
+            return self.programs.finite(slot, rows)
 
     def _launch(self, running: Running, last: LaunchedStep | None) -> LaunchedStep:
         """Launch a step. `last`: the step before it, if that step's tokens are not read yet."""

@@ -6,10 +6,12 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 BLOCK = 64  # rows that are saved and evicted together
 Match: TypeAlias = "list[tuple[Block, int]]"  # blocks from a root on, and how many rows of each
+get_tokens = attrgetter("tokens")  # of a block
 
 
 class RowSpan(NamedTuple):
@@ -263,10 +265,6 @@ def walk_below(*entries: CacheEntry) -> Iterator[CacheEntry]:
             yield entry
         if isinstance(entry, Block):
             pending += [*entry.states.values(), *entry.followers]
-
-
-def get_tokens(block: Block) -> tuple[int, ...]:
-    return block.tokens
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -105,9 +105,9 @@ def wrap_error(error: BaseException) -> RequestFailedError:
 
 
 class Request:
-    """A request in flight, which only the thread that steps the loop changes.
+    """A request from its submission to its end; only the thread that steps the loop changes it.
 
-    `outbox` has the chunks that the caller has not taken; each new chunk calls `listener`.
+    outbox: chunks that the caller has not taken. listener: called after each new chunk.
     """
 
     def __init__(

@@ -92,10 +92,11 @@ class Scheduler:
         return [(slot, request, filled.get(slot, request.length)) for slot, request in ended]
 
     def turns(self) -> Iterator[Filling]:
-        """Yield the prompts that may run a chunk now, at most one per rank.
+        """Yield the prompts of which the loop fills in a chunk now, one chunk per rank.
 
-        The loop calls `begin` when a prompt is complete. If the prompt needed no chunk, the rank's
-        next prompt gets the same turn. Ranks with the most free slots come first.
+        The loop calls `begin` for a prompt that is complete. A prompt whose rows were all cached
+        needs no chunk, so the rank's next prompt follows at once. Ranks with the most free slots
+        come first.
         """
         for rank in sorted(range(len(self._ranks)), key=lambda rank: -len(self.free(rank))):
             while filling := self._filling[rank] or self._admit(rank):

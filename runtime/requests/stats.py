@@ -38,7 +38,7 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """The metrics of a request; its seconds start at submission, before the wait for a slot."""
+    """The metrics of a request. Times begin at its submission, before it waits for a slot."""
 
     prompt_tokens: int  # cached ones, too
     output_tokens: int  # with the token that ended it

@@ -43,7 +43,8 @@ def make_step_controls(
         tuple(sorted(params.end_ids(manifest.model.eos_token_ids))) if params.min_tokens else ()
     )
     if len(banned) > MAX_BANNED:
-        raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
+        wrong = f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}"
+        raise RequestError(wrong, "min_tokens")
     bias = params.logit_bias or {}
     controls = StepControls(
         **{name: getattr(params, name) for name in FIELDS if name in SETTINGS},
@@ -79,7 +80,7 @@ def check_tokens(params: SamplingParams, manifest: Manifest) -> None:
         value = getattr(params, name) if setting.tokens else None
         ids = (value,) if isinstance(value, int) else value or ()
         if (id := max(ids, default=0)) > last:
-            raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}")
+            raise RequestError(f"{name}: token id {id} is outside the vocabulary 0..{last}", name)
 
 
 def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
@@ -87,20 +88,21 @@ def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
     if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
         raise RequestError(
             "prompt_logprobs: this engine scores no prompts; build it anew with `--score` for "
-            f"target {list_targets_with(Feature.SCORE)}"
+            f"target {list_targets_with(Feature.SCORE)}",
+            "prompt_logprobs",
         )
 
 
 def check_control(manifest: Manifest, control: Control) -> None:
     """Raise RequestError if the engine lacks a control, by its features or its age."""
-    refused = f"{control.setting} is not supported by this engine: leave it out, or build"
+    name = control.setting
+    refused = f"{name} is not supported by this engine: leave it out, or build the engine anew"
     if not control.core and Feature.PENALISE not in manifest.features:
-        raise RequestError(
-            f"{refused} the engine anew for target {list_targets_with(Feature.PENALISE)}"
-        )
+        targets = list_targets_with(Feature.PENALISE)
+        raise RequestError(f"{refused} for target {targets}", name)
     mixed = manifest.programs.get(MIXED)  # the manifest of a fake engine has no programs
     if mixed is not None and all(control.name != tensor.name for tensor in mixed.inputs):
-        raise RequestError(f"{refused} the engine anew: it is older than {control.setting}")
+        raise RequestError(f"{refused}: it is older than {name}", name)
 
 
 def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
@@ -114,7 +116,8 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
     if params.relaxed_topk > 1 and -1 in (begin, end):
         raise RequestError(
             "relaxed_topk: relaxed acceptance needs the tokens of the thinking phase, which this "
-            "engine does not know: give begin_thinking_phase_token and end_thinking_phase_token"
+            "engine does not know: give begin_thinking_phase_token and end_thinking_phase_token",
+            "relaxed_topk",
         )
     return begin, end
 
@@ -127,7 +130,8 @@ def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, ob
     if rule.name not in known:
         raise RequestError(
             f"acceptance {rule.name!r} is not in this engine, which has {', '.join(known)}: "
-            f"build it with `--acceptance-rule` {rule.name}"
+            f"build it with `--acceptance-rule` {rule.name}",
+            "acceptance",
         )
     settings = dict(params.acceptance_settings or {})
     controls = list_settings_controls(rule.settings)
@@ -135,8 +139,9 @@ def find_rule_values(params: SamplingParams, manifest: Manifest) -> dict[str, ob
     sizes = build.nextn, build.capacity + manifest.window, manifest.model.vocab_size
     places = list_control_shapes(*sizes, controls)
     for control in controls:
-        if not fits(settings[control.name], places[control.name], control.dtype):
-            raise RequestError(f"{control.name} must fit {control.dtype}{[*places[control.name]]}")
+        name, place = control.name, places[control.name]
+        if not fits(settings[name], place, control.dtype):
+            raise RequestError(f"{name} must fit {control.dtype}{[*place]}", name)
     return {rule.name: True, **settings}
 
 

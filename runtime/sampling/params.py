@@ -184,9 +184,9 @@ class SamplingParams:
     synthetic_acceptance_length: float | None = judging(
         None, check_number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False
     )
-    # The tokens of the thinking phase; None: the engine's own.
+    # The token that begins the thinking phase; None: the engine's own.
     begin_thinking_phase_token: int | None = private(None, token, tokens=True)
-    # The other one of these tokens.
+    # The token that ends the thinking phase; None: the engine's own.
     end_thinking_phase_token: int | None = private(None, token, tokens=True)
     # Report each token's log-probability, before temperature and filters, and the N most probable
     # tokens (0: none of them).
@@ -215,30 +215,32 @@ class SamplingParams:
                 try:
                     object.__setattr__(self, name, declared.check(value))
                 except ValueError as error:
-                    raise RequestError(f"{name} {error}") from None
-        if self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens}")
+                    raise RequestError(f"{name} {error}", name) from None
+        if (least := self.min_tokens) > self.max_tokens:
+            raise RequestError(f"min_tokens must be 0..max_tokens, not {least}", "min_tokens")
         if "" in self.stop:
-            raise RequestError("stop: a stop string is empty")
+            raise RequestError("stop: a stop string is empty", "stop")
         if self.allowed_token_ids == ():
-            raise RequestError("allowed_token_ids: the list is empty")
+            raise RequestError("allowed_token_ids: the list is empty", "allowed_token_ids")
         if self.top_p == 0:
-            raise RequestError("top_p must be above 0")
+            raise RequestError("top_p must be above 0", "top_p")
         if self.relaxed_topk > 1 and self.temperature > 0:
             wrong = "relaxed acceptance is for greedy requests: set temperature to 0"
-            raise RequestError(f"relaxed_topk: {wrong}")
+            raise RequestError(f"relaxed_topk: {wrong}", "relaxed_topk")
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
-            raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
+            wrong = f'rejection_sample_method {method} needs acceptance "rejection"'
+            raise RequestError(wrong, "rejection_sample_method")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
+            wrong = "max_tokens must be a number from 1; 0 is for prompt_logprobs"
+            raise RequestError(wrong, "max_tokens")
         self._check_rule()
         # With these, a request would emit forbidden tokens or continue after the end of its form.
         unfit = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
         for name in (*(unfit if self.structured_outputs is not None else ()), "synthetic"):
             if self.constraint and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
-                raise RequestError(f"{self.constraint} can't go with {name}")
+                raise RequestError(f"{self.constraint} can't go with {name}", self.constraint)
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
@@ -250,7 +252,7 @@ class SamplingParams:
             )
         elif values:
             name = next(iter(values))
-            raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
+            raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}", name)
 
     def with_seed(self, seed: int) -> Self:
         """Return the same settings with another seed, without checking them again."""
@@ -296,7 +298,7 @@ def to_params_fields(
     values = {name: value for name, value in settings.items() if value is not None}
     name = values.get("acceptance", "strict")
     if engine is not None and (missing := explain_missing_rule(name, engine)):
-        raise RequestError(f"acceptance {name!r}: {missing}")
+        raise RequestError(f"acceptance {name!r}: {missing}", "acceptance")
     rule = {name: values.pop(name) for name in [*values] if name not in SETTINGS}
     if "rejection_sample_method" in values:
         values.setdefault("acceptance", "rejection")

@@ -8,6 +8,10 @@ from typing import Any
 from mtpbuild.runtime.errors import RequestError
 
 
+def make_form_error(problem: str) -> RequestError:
+    return RequestError(f"structured_outputs: {problem}", "structured_outputs")
+
+
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
     """One form that an answer must have; RequestError for none, several, or a wrong type.
@@ -30,19 +34,19 @@ class StructuredOutputs:
             forms.append("json")
         if len(forms) != 1:
             names = ", ".join(f.name for f in fields(self))
-            raise RequestError(f"structured_outputs: give one of {names}, not {len(forms)}")
+            raise make_form_error(f"give one of {names}, not {len(forms)}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise RequestError(f"structured_outputs: {name} must be a text")
+                raise make_form_error(f"{name} must be a text")
         if not isinstance(self.json_object, bool | None):
-            raise RequestError("structured_outputs: json_object must be true or false")
+            raise make_form_error("json_object must be true or false")
         if not isinstance(self.json, str | None):
             try:
                 object.__setattr__(self, "json", dumps(self.json, ensure_ascii=False))
             except (TypeError, ValueError, RecursionError) as error:
-                raise RequestError(f"structured_outputs: json is no schema ({error})") from None
+                raise make_form_error(f"json is no schema ({error})") from None
         if self.choice is not None:
             texts = isinstance(self.choice, list | tuple) and self.choice
             if not texts or not all(isinstance(text, str) for text in texts):
-                raise RequestError("structured_outputs: choice must be a list of texts")
+                raise make_form_error("choice must be a list of texts")
             object.__setattr__(self, "choice", tuple(texts))

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from mtpbuild.runtime.errors import RequestError
 
+METHOD = "rejection_sample_method"
+RATES, LENGTH = "synthetic_acceptance_rates", "synthetic_acceptance_length"
+
 
 def check_synthetic(method: str | None, rates: object, length: object) -> None:
     """Raise RequestError unless rates or a length are given exactly for synthetic acceptance."""
-    name = "rejection_sample_method 'synthetic'"
+    name = f"{METHOD} 'synthetic'"
     if method == "synthetic" and (rates is None) == (length is None):
-        raise RequestError(
-            f"{name} needs exactly one of synthetic_acceptance_rates and "
-            "synthetic_acceptance_length"
-        )
+        raise RequestError(f"{name} needs exactly one of {RATES} and {LENGTH}", METHOD)
     if method != "synthetic" and (rates, length) != (None, None):
-        setting = "length" if rates is None else "rates"
-        raise RequestError(f"synthetic_acceptance_{setting} needs {name}")
+        setting = LENGTH if rates is None else RATES
+        raise RequestError(f"{setting} needs {name}", setting)
 
 
 def choose_synthetic_rates(
@@ -28,14 +28,13 @@ def choose_synthetic_rates(
     """
     if rates is not None:
         if len(rates) != nextn:
-            raise RequestError(
-                f"synthetic_acceptance_rates has {len(rates)} rates, nextn is {nextn}: one for each"
-            )
+            wrong = f"{RATES} has {len(rates)} rates, nextn is {nextn}: one for each"
+            raise RequestError(wrong, RATES)
         return tuple(rates)
     if length is None:
         return ()
     if length > nextn + 1:
-        raise RequestError(f"synthetic_acceptance_length {length:g} is outside 1..{nextn + 1}")
+        raise RequestError(f"{LENGTH} {length:g} is outside 1..{nextn + 1}", LENGTH)
     return tuple(min(max(length - 1 - position, 0.0), 1.0) for position in range(nextn))
 
 

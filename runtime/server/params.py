@@ -11,16 +11,10 @@ from mtpbuild.runtime.errors import (
     RequestError,
     UsageError,
 )
-from mtpbuild.runtime.sampling.params import SamplingParams, list_http_settings, to_params_fields
+from mtpbuild.runtime.sampling.params import SamplingParams, to_params_fields
 from mtpbuild.runtime.sampling.structured_outputs import StructuredOutputs
 from mtpbuild.runtime.server.errors import ApiError, TooLongError
-from mtpbuild.runtime.server.protocol import (
-    REFUSED,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    is_refused,
-)
+from mtpbuild.runtime.server.protocol import REFUSED, GenerationBody, is_refused
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured output
 
@@ -58,13 +52,11 @@ def read_params(
         if body.echo_logprobs is not None:
             settings.setdefault("prompt_logprobs", body.echo_logprobs)
         if body.stream and settings.get("prompt_logprobs") is not None:
-            raise RequestError("prompt_logprobs can't go with stream")
-        if settings.get("stop") and engine.tokenizer is None:
-            raise ApiError(400, "this engine was built without a tokenizer", "stop")
+            raise RequestError("prompt_logprobs can't go with stream", "prompt_logprobs")
         if body.skip_special_tokens is False:
             settings["shown_tokens"] = [*engine.special_ids.values()]
-        if settings.get("rejection_sample_method") == "synthetic":
-            raise RequestError("rejection_sample_method: synthetic acceptance is for benchmarks")
+        if settings.get(method := "rejection_sample_method") == "synthetic":
+            raise RequestError(f"{method}: synthetic acceptance is for benchmarks", method)
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=body.num_logprobs,
@@ -87,20 +79,18 @@ def translate_errors(
 ) -> Iterator[None]:
     """Turn an error of the block into the client's, which names the field at fault.
 
-    param: the field if the message begins with none. names: setting -> the field that sets it.
+    param: the field if the error names no setting. names: setting -> the field that sets it.
     """
     try:
         yield
     except ContextLengthError as error:
         raise TooLongError(param or "prompt", error.limit, error.tokens) from None
-    except (RequestError, MissingDependencyError, UsageError) as error:
-        message = str(error)
-        setting = message.split()[0].rstrip(":")
-        fields = {*ChatBody.model_fields, *CompletionBody.model_fields, *list_http_settings()}
-        if setting.partition(".")[0] in fields:
-            param = (names or {}).get(setting, setting)
-            message = param + message.removeprefix(setting)
-        raise ApiError(400, message, param) from None
+    except RequestError as error:
+        field = (names or {}).get(error.setting, error.setting)
+        message = field + str(error).removeprefix(error.setting)
+        raise ApiError(400, message, field or param) from None
+    except (MissingDependencyError, UsageError) as error:
+        raise ApiError(400, str(error), param) from None
 
 
 def _read_structured(body: GenerationBody) -> StructuredOutputs | None:

@@ -21,6 +21,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MARK = "<continued-here-5d1c> "  # its final space is gone if a template strips messages
 # Names in RESERVED are separate options; the other two could change the template or its result.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+KWARGS, CONTINUE = "chat_template_kwargs", "continue_final_message"
 NOT_KWARGS = (*RESERVED, "chat_template", "tokenize")
 
 
@@ -64,7 +65,7 @@ class ChatTemplates:
             ("continue_final_message", continued, bool | str),
         ):
             if value is not None and not isinstance(value, kinds):
-                raise RequestError(f"{name} must be true or false, not {value!r:.60}")
+                raise RequestError(f"{name} must be true or false, not {value!r:.60}", name)
         if continued and opened:
             raise RequestError("give one of add_generation_prompt and continue_final_message")
         variables = {
@@ -113,7 +114,8 @@ def _check_names(options: Iterable[str]) -> None:
     known = ChatOptions.__annotations__
     for name in options:
         if name in SETTINGS:
-            raise RequestError(f"{name} is no option of a chat: give SamplingParams({name}=...)")
+            advice = f"give SamplingParams({name}=...)"
+            raise RequestError(f"{name} is no option of a chat: {advice}", name)
         if name not in known:
             near = did_you_mean(name, known)
             raise RequestError(f"unknown option {name}; known: {', '.join(known)}{near}")
@@ -122,16 +124,14 @@ def _check_names(options: Iterable[str]) -> None:
 def _check_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Check the template's own variables; raise RequestError for reserved names."""
     if not isinstance(kwargs, Mapping):
-        raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
+        raise RequestError(f'{KWARGS} is an object such as {{"enable_thinking": false}}', KWARGS)
     for name in NOT_KWARGS:
         if name in kwargs:
             other = "give it beside them" if name in RESERVED else "an engine has its own template"
-            raise RequestError(f"{name} can't be one of chat_template_kwargs: {other}")
+            raise RequestError(f"{KWARGS} can't have {name}: {other}", KWARGS)
     if not all(isinstance(name, str) for name in kwargs):
-        raise RequestError("chat_template_kwargs: names must be texts")
-    return {
-        str(n): _simplify_value(value, f"chat_template_kwargs {n}") for n, value in kwargs.items()
-    }
+        raise RequestError(f"{KWARGS}: names must be texts", KWARGS)
+    return {str(n): _simplify_value(value, KWARGS, n) for n, value in kwargs.items()}
 
 
 def _check_objects(name: str, objects: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
@@ -139,21 +139,22 @@ def _check_objects(name: str, objects: Sequence[Mapping[str, Any]] | None) -> li
     if objects is None:
         return None
     if isinstance(objects, str) or not isinstance(objects, Sequence):
-        raise RequestError(f"{name} is a list of JSON objects, not {objects!r:.60}")
+        raise RequestError(f"{name} is a list of JSON objects, not {objects!r:.60}", name)
     for number, entry in enumerate(objects):
         if not isinstance(entry, Mapping):
-            raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
-    return [_simplify_value(entry, f"{name} {number}") for number, entry in enumerate(objects)]
+            raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}", name)
+    return [_simplify_value(entry, name, number) for number, entry in enumerate(objects)]
 
 
 def _prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Copy the messages without empty fields, and give reasoning all of its names."""
     chat = _check_objects("messages", messages)
     if not chat:
-        raise RequestError("messages is empty: a conversation has at least one message")
+        raise RequestError("messages is empty: a conversation has at least one message", "messages")
     for number, message in enumerate(chat):
         if not isinstance(role := message.get("role"), str):
-            raise RequestError(f"messages {number}: role must be a text, not {role!r:.60}")
+            wrong = f"messages {number}: role must be a text, not {role!r:.60}"
+            raise RequestError(wrong, "messages")
     chat = [{name: value for name, value in m.items() if value is not None} for m in chat]
     return [_with_reasoning(message) for message in chat]
 
@@ -171,12 +172,12 @@ def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) ->
     """Append a mark to the final message, and return its text without the mark."""
     message = chat[-1]
     if (value := message.get(field)) is None:
-        raise RequestError(f"continue_final_message: the final message has no {field}")
+        raise RequestError(f"{CONTINUE}: the final message has no {field}", CONTINUE)
     fields = [field]
     if field in REASONING:  # the template may read any of its copies
         fields = [name for name in REASONING if message.get(name) == value]
     if not any(name in source.text for name in fields):
-        raise RequestError(f"continue_final_message: the chat template reads no {field}")
+        raise RequestError(f"{CONTINUE}: the chat template reads no {field}", CONTINUE)
     if isinstance(value, str):
         for name in fields:
             message[name] = value + MARK
@@ -186,39 +187,38 @@ def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) ->
         if isinstance(part, dict) and isinstance(text := part.get("text"), str):
             part["text"] = text + MARK
             return text
-    raise RequestError(f"continue_final_message: the final message's {field} has no text")
+    raise RequestError(f"{CONTINUE}: the final message's {field} has no text", CONTINUE)
 
 
 def _cut_at_mark(text: str, final: str) -> str:
     """Cut the prompt at the mark, where the final message ends."""
     at = text.rfind(MARK.rstrip())
     if at < 0 or final.strip() not in text:
-        raise RequestError(
-            "continue_final_message: the chat template leaves the final message out, or changes it"
-        )
+        wrong = "the chat template leaves the final message out, or changes it"
+        raise RequestError(f"{CONTINUE}: {wrong}", CONTINUE)
     # If the mark's space is gone, the template strips messages, so the text is stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
 
 
-def _simplify_value(value: Any, name: str) -> Any:
-    """Copy a value into plain JSON types, so that the sandbox sees no other objects."""
+def _simplify_value(value: Any, name: str, entry: object) -> Any:
+    """Copy an entry of an option into plain JSON types, so that the sandbox sees no others."""
+
+    def copy(value: Any) -> Any:
+        if value is None or type(value) in (str, int, float, bool):
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):  # a member of an enumeration, for example
+                return getattr(kind, f"__{kind.__name__}__")(value)
+        if isinstance(value, Mapping):
+            return {copy(key): copy(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [copy(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
+            return copy(dump())
+        raise RequestError(f"{name} {entry} has a value that is not JSON: {value!r:.60}", name)
+
     try:
-        return _copy_value(value, name)
+        return copy(value)
     except RecursionError:
-        raise RequestError(f"{name} is nested too deeply") from None
-
-
-def _copy_value(value: Any, name: str) -> Any:
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):  # a member of an enumeration, for example
-            return getattr(kind, f"__{kind.__name__}__")(value)
-    if isinstance(value, Mapping):
-        return {_copy_value(key, name): _copy_value(item, name) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_copy_value(item, name) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, OpenAI's client
-        return _copy_value(dump(), name)
-    raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")
+        raise RequestError(f"{name} {entry} is nested too deeply", name) from None

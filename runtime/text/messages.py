@@ -42,12 +42,12 @@ def _join_content(number: int, message: Message) -> Message:
         parts = any(message.get(name) for name in ("tool_calls", "function_call", *REASONING))
         if message.get("role") == "assistant" and (parts or "content" in message):
             return {**message, "content": ""}
-        raise RequestError(f"{where} is missing: give a text or a list of parts")
+        raise RequestError(f"{where} is missing: give a text or a list of parts", where)
     if isinstance(content, str):
         return message
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
-        raise RequestError(f"{where} must be a text or a list of parts, not {kind}")
+        raise RequestError(f"{where} must be a text or a list of parts, not {kind}", where)
     texts = []
     for part in content:
         match part:
@@ -56,7 +56,7 @@ def _join_content(number: int, message: Message) -> Message:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case _:
-                raise RequestError(f"{where}: only parts of text are supported")
+                raise RequestError(f"{where}: only parts of text are supported", where)
     return {**message, "content": "\n".join(texts)}
 
 

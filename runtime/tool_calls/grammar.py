@@ -40,7 +40,7 @@ def write_calls_grammar(
         try:
             arguments = prepare_schema(json.dumps(make_object_schema(schema)))
         except (ValueError, OverflowError, RecursionError) as error:
-            raise RequestError(f"tools: {name:.60}: {error}") from None
+            raise RequestError(f"tools: {name:.60}: {error}", "tools") from None
         rules.append(f"arguments_{number}: %json {json.dumps(arguments)}")
     first, last = (_quote_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))

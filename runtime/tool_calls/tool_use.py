@@ -14,6 +14,7 @@ from mtpbuild.runtime.tool_calls.detect import detect_form
 from mtpbuild.runtime.tool_calls.forms import FORMS, Form
 from mtpbuild.runtime.tool_calls.grammar import write_calls_grammar
 
+CHOICE = "tool_choice"
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of a function, as in OpenAI's API
 
 
@@ -54,17 +55,17 @@ def read_tool_use(
 ) -> ToolUse | None:
     """Return how an answer may use tools; None if it may not. Raises RequestError."""
     if tools is not None and (isinstance(tools, str) or not isinstance(tools, Sequence)):
-        raise RequestError("tools is a list of JSON objects")
+        raise RequestError("tools is a list of JSON objects", "tools")
     if not isinstance(parallel_tool_calls, bool | None):
-        shown = f"{parallel_tool_calls!r:.60}"
-        raise RequestError(f"parallel_tool_calls must be true or false, not {shown}")
+        wrong = f"parallel_tool_calls must be true or false, not {parallel_tool_calls!r:.60}"
+        raise RequestError(wrong, "parallel_tool_calls")
     known = dict(_read_tool(number, tool) for number, tool in enumerate(tools or ()))
     wanted = _find_required(tool_choice, known, listed=tools is not None)
     if not known or tool_choice == "none":
         return None
     if tool_call_parser == "none":
         if wanted is not None:
-            raise RequestError("tool_choice: calls are not parsed (tool_call_parser none)")
+            raise RequestError(f"{CHOICE}: calls are not parsed (tool_call_parser none)", CHOICE)
         return None
     form = _find_form(tokenizer, tool_call_parser)
     named = wanted is not None and len(wanted) == 1 and tool_choice != "required"
@@ -74,8 +75,8 @@ def read_tool_use(
         try:
             grammar = write_calls_grammar(form, wanted, tokenizer, single=single or named)
         except ValueError as error:
-            wrong = f"tool_choice: with arguments in tags a call can't be held to {error}"
-            raise RequestError(f'{wrong}: say "auto"') from None
+            wrong = f"{CHOICE}: with arguments in tags a call can't be held to {error}"
+            raise RequestError(f'{wrong}: say "auto"', CHOICE) from None
         forced = StructuredOutputs(grammar=grammar)
     return ToolUse(form, known, single, forced)
 
@@ -85,10 +86,10 @@ def _read_tool(number: int, tool: Any) -> tuple[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         shape = '{"type": "function", "function": {"name": ...}}'
-        raise RequestError(f"tools.{number} is not {shape}: {tool!r:.60}")
+        raise RequestError(f"tools.{number} is not {shape}: {tool!r:.60}", f"tools.{number}")
     if not NAME.fullmatch(name := function["name"]):
         wrong = f"has up to 64 letters, digits, _ and -, unlike {name!r:.60}"
-        raise RequestError(f"tools.{number}.function.name {wrong}")
+        raise RequestError(f"tools.{number}.function.name {wrong}", f"tools.{number}.function.name")
     return name, function.get("parameters")
 
 
@@ -101,18 +102,18 @@ def _find_required(
             return None
         case "auto":
             if listed and not known:
-                raise RequestError("tool_choice needs tools")
+                raise RequestError(f"{CHOICE} needs tools", CHOICE)
             return None
         case "required":
             if not known:
-                raise RequestError("tool_choice needs tools")
+                raise RequestError(f"{CHOICE} needs tools", CHOICE)
             return known
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in known:
-                raise RequestError(f"tool_choice: no tool {name!r:.60}")
+                raise RequestError(f"{CHOICE}: no tool {name!r:.60}", CHOICE)
             return {name: known[name]}
     one = '"auto", "none", "required" or a function by its name'
-    raise RequestError(f"tool_choice must be {one}")
+    raise RequestError(f"{CHOICE} must be {one}", CHOICE)
 
 
 def _find_form(tokenizer: Tokenizer | None, name: str | None) -> Form:
@@ -122,5 +123,6 @@ def _find_form(tokenizer: Tokenizer | None, name: str | None) -> Form:
     if not isinstance(form, str) or form not in FORMS:
         why = "this model's chat template writes no calls of tools, or in a form that is not known"
         wrong = why if name is None else f"there is no tool_call_parser {name!r:.60}"
-        raise RequestError(f"tools: {wrong}; tool_call_parser names one of {', '.join(FORMS)}")
+        known = ", ".join(FORMS)
+        raise RequestError(f"tools: {wrong}; tool_call_parser names one of {known}", "tools")
     return FORMS[form]

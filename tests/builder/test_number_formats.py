@@ -253,6 +253,8 @@ def test_rows_without_weight_refuse_no_other() -> None:
     weight[40:] *= 1e-20
     refuse_out_of_range(INT4, "w", weight)
     refuse_out_of_range(INT4, "w", 0 * weight)
+    with pytest.raises(CheckpointError, match="w"):
+        refuse_out_of_range(INT4, "w", weight[40:])
 
 
 def test_scales_without_minima_in_fp16_are_refused() -> None:

@@ -33,7 +33,7 @@ from tests.support.bench_samples import fake_engine, graded_answers, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
 from tests.support.invoke import invoke as command
-from tests.support.invoke import options, refusal
+from tests.support.invoke import refusal
 from tests.support.registry import programs_by
 
 THINK, CLOSE = THINKING
@@ -143,7 +143,9 @@ def test_rows_by_hand() -> None:
     assert list(first.forms) == [ALL, "sum", "sort"]
     assert [figures["right"] for figures in first.forms.values()] == [4, 3, 1]
     assert [figures["right"] for figures in second.forms.values()] == [2, 2, 0]
-    assert second.overall["against_strict"].items() >= {"lost": 2, "gained": 0}.items()
+    assert second.overall["against_strict"] == {
+        "value": -0.4, "low": -0.8, "high": 0, "lost": 2, "gained": 0, "p_value": 0.5,
+    }  # fmt: skip
     assert second.speedup.value == 2
     assert [row.overall["user_tokens_per_s"] for row in (first, second)] == [1, 2]
     assert first.overall["spec_decode_acceptance_length"] == pytest.approx(5 / 3)
@@ -283,11 +285,3 @@ SYNTHETIC = "--temperature 1 --rejection-sample-method synthetic --synthetic-acc
 def test_errors_are_one_line(flags: str, code: int, says: str, here: Path) -> None:
     assert says in refusal("eval", *flags.split(), code=code)
     assert not (here / "eval_results" / "eval.json").exists()
-
-
-def test_frozen_flags() -> None:
-    assert {*options("eval")} >= {
-        *("--engine", "--json", "--no-cuda-graphs", "--num-problems", "--out", "--provider"),
-        *("--relaxed-delta", "--relaxed-topk", "--task", "--threads"),
-        "--use-relaxed-acceptance-for-thinking",
-    }

@@ -369,7 +369,7 @@ for _ in range(2000):
         ("", {"tools": [{"a": object}]}, "tools 0 has a value that is not JSON"),
         ("", {"documents": "x"}, "documents is a list of JSON objects"),
         ("", {"chat_template_kwargs": 5}, "chat_template_kwargs is an object such as"),
-        ("", {"chat_template_kwargs": {"tools": []}}, "tools can't be one of chat_template_kwargs"),
+        ("", {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs can't have tools"),
         ("", {"chat_template_kwargs": {"chat_template": "x"}}, "an engine has its own template"),
         ("", {"chat_template_kwargs": {5: "x"}}, "names must be texts"),
         ("", {"chat_template_kwargs": {"a": deep}}, "nested too deeply"),
@@ -391,8 +391,9 @@ def test_refusals(template: str, options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("messages", [[], "hi", {"role": "user"}, ["hi"], [[]], None])
 def test_what_is_not_a_conversation(messages: Any) -> None:
-    with pytest.raises(RequestError, match="messages"):
+    with pytest.raises(RequestError) as refused:
         one("{{ messages }}").render(messages)
+    assert refused.value.setting == "messages"
 
 
 @pytest.mark.parametrize("config", [{"chat_template": [{"name": "x"}]}, {"chat_template": [5]}])

@@ -1,14 +1,12 @@
 """The flags of vLLM and TensorRT-LLM on `run` and `build`, with the inputs that users paste."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from mtpbuild.builder.cli import app
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.runtime.contract.controls import GREEDY, StepControls
 from mtpbuild.runtime.ranks import Ranks
@@ -32,9 +30,6 @@ RELAXED = """    use_relaxed_acceptance_for_thinking: true
 ASCEND = '{"num_speculative_tokens": 1, "method": "deepseek_mtp"}'
 PRINTED = ' {"method": "mtp", "num_speculative_tokens": 1, "disable_padded_drafter_batch": False} '
 PER_REQUEST = "note: acceptance is chosen per request: repeat it to `mtpbuild run`\n"
-TRT_FLAGS = ["--config", "--extra-llm-api-options", "--spec-decode-algo", "--spec-decode-nextn"]
-FLAGS = [*TRT_FLAGS, "--spec-decode-max-draft-len", "--speculative-config"]
-RELAXED_FLAGS = ["--relaxed-delta", "--relaxed-topk", "--use-relaxed-acceptance-for-thinking"]
 
 
 def run(folder: Path, *flags: object) -> tuple[int, list[str], str]:
@@ -290,13 +285,6 @@ def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
 def test_bad_relaxed_flags(flags: str, line: str, engine_dir: Path) -> None:
     args = ("run", "--engine", engine_dir, "--prompt", "a")
     assert refused(*args, *flags.split()) == f"error: {line}\n"
-
-
-def test_frozen_flags() -> None:
-    group = typer.main.get_command(app)
-    for command, flags in (("build", FLAGS), ("run", [*FLAGS, *RELAXED_FLAGS])):
-        options: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
-        assert {name for option in options for name in option.opts} >= set(flags)
 
 
 def test_underscores_in_every_flag(built: list[BuildRequest]) -> None:

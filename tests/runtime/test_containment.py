@@ -21,7 +21,7 @@ from mtpbuild.runtime import Engine, EngineError, SamplingParams, Stream
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.engine import driver as driver_module
 from mtpbuild.runtime.engine import loop as loop_module
-from mtpbuild.runtime.errors import RequestFailedError, StepError
+from mtpbuild.runtime.errors import NotFiniteError, RequestFailedError, StepError
 from mtpbuild.runtime.requests.request import Request
 from tests.support.fakes import FakePrograms, continuation, fake_engine
 from tests.support.live_server import until
@@ -205,6 +205,20 @@ def test_a_program_that_fails_while_rows_are_stored_ends_all() -> None:
                 stream.result()
         undo()
         assert engine.generate(VICTIM, TWENTY).token_ids == continuation(VICTIM, 20)
+
+
+def test_a_slot_that_can_not_be_cleared_is_no_failed_save(caplog: pytest.LogCaptureFixture) -> None:
+    engine, programs = make_engine()
+    with engine:
+        engine.generate(VICTIM, TWENTY)
+        programs.damage = 299
+        undo = raise_once(programs, "clear")
+        for error in (NotFiniteError, StepError):
+            with pytest.raises(error):
+                engine.generate([*VICTIM, 299, 5], TWENTY)
+        undo()
+        assert engine.generate(VICTIM, TWENTY).metrics.cached_tokens == 0
+    assert "saved" not in caplog.text
 
 
 def test_a_move_that_fails_ends_the_request_that_moves() -> None:

@@ -149,13 +149,14 @@ def test_an_engine_without_tokenizer_takes_ids_only() -> None:
     engine = Engine(FakePrograms(manifest), manifest)
     result = engine.generate([5], SamplingParams(max_tokens=4))
     assert (result.text, len(result.token_ids)) == ("", 4)
-    for call in (
-        lambda: engine.generate("text"),
-        lambda: engine.chat_prompt([]),
-        lambda: engine.generate([5], SamplingParams(stop="x")),
+    for call, setting in (
+        (lambda: engine.generate("text"), ""),
+        (lambda: engine.chat_prompt([]), ""),
+        (lambda: engine.generate([5], SamplingParams(stop="x")), "stop"),
     ):
-        with pytest.raises(RequestError, match="without a tokenizer"):
+        with pytest.raises(RequestError, match="without a tokenizer") as refused:
             call()
+        assert refused.value.setting == setting
 
 
 def test_chat_prompts_follow_the_template() -> None:

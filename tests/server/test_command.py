@@ -9,13 +9,13 @@ import pytest
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling.defaults import read_generation_defaults
-from mtpbuild.runtime.server.command import make_services, read_engines, serve
+from mtpbuild.runtime.server.command import make_services, read_engines
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.options import ReplicaFlags, ServerOptions, read_key
 from mtpbuild.runtime.tool_calls.forms import FORMS
 from tests.support.engines import write_manifest
 from tests.support.fakes import fake_manifest
-from tests.support.invoke import invoke, options
+from tests.support.invoke import invoke
 
 
 @pytest.mark.parametrize(
@@ -93,20 +93,6 @@ def test_engines_are_named_and_have_settings_of_their_own(tmp_path: Path) -> Non
 def test_the_flag_names_every_form_of_tool_calls() -> None:
     (flag,) = (field for field in fields(ReplicaFlags) if field.name == "tool_call_parser")
     assert [name for name in FORMS if name not in flag.metadata["help"]] == []
-
-
-def test_flags() -> None:
-    assert serve.__doc__
-    assert options("serve") == [
-        "--allow-origin", "--allowed-hosts", "--api-key", "--chat-template",
-        "--chunked-prefill-size", "--config", "--drain-timeout", "--engine", "--host",
-        "--huge-pages", "--keep", "--log-requests", "--max-body", "--max-queue", "--max-seq-len",
-        "--no-access-log",
-        "--no-cuda-graphs", "--no-prefix-cache", "--no-thinking-split", "--port",
-        "--prefix-cache-bytes", "--prefix-cache-dir", "--provider", "--request-timeout",
-        "--served-model-name", "--tensor-parallel-size", "--threads", "--tool-call-parser",
-        "--verify-hashes",
-    ]  # fmt: skip
 
 
 def test_the_key_is_a_files_first_line_or_the_environments(

@@ -80,7 +80,7 @@ def test_signals_where_loops_take_no_handlers() -> None:
         heard = asyncio.Event()
         on_signals(asyncio.get_running_loop(), heard.set)
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(heard.wait(), 10)
+        assert await asyncio.wait_for(heard.wait(), 10)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -18,7 +18,7 @@ from mtpbuild.runtime.requests.request import Chunk
 from mtpbuild.runtime.server import errors
 from mtpbuild.runtime.server.answers import AnswerChoice, merge_streams
 from mtpbuild.runtime.server.options import ServerOptions
-from tests.support.fakes import FakePrograms, backend_tokenizer, fake_tokenizer
+from tests.support.fakes import FakePrograms, backend_tokenizer, fake_manifest, fake_tokenizer
 from tests.support.live_server import live, until
 from tests.support.served import (
     ASK,
@@ -102,6 +102,13 @@ def test_what_a_client_gets_wrong(
     response = client.post("/v1/completions", content=json.dumps(body).encode(), headers=kind)
     fails(response, 400, says, param)
     assert programs.steps == steps
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    manifest = fake_manifest()
+    with live(Engine(FakePrograms(manifest), manifest)) as server, server.client() as client:
+        response = client.post("/v1/completions", json={"prompt": [5], "stop": "x"})
+        fails(response, 400, "stop: this engine was built without a tokenizer", "stop")
 
 
 def test_a_prompt_whose_logits_are_no_numbers() -> None:

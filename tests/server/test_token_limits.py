@@ -236,8 +236,9 @@ def test_what_is_refused(
     assert error["param"] == field
     if form := asked.get("structured_outputs"):
         asked = asked | {"structured_outputs": StructuredOutputs(**form)}
-    with pytest.raises(RequestError, match=says.replace("(", ".")):
+    with pytest.raises(RequestError, match=says.replace("(", ".")) as refused:
         engine.generate(CODE, SamplingParams(4, **asked))
+    assert refused.value.setting == field
 
 
 def test_synthetic_acceptance_knows_no_limits() -> None:

@@ -1,7 +1,7 @@
 """Runs the compiler's commands in the test's own process."""
 
 import re
-from collections.abc import Sequence
+from typing import Any
 
 import typer
 from typer.testing import CliRunner
@@ -35,7 +35,8 @@ def without_stages(errors: str) -> str:
 
 def options(command: str) -> list[str]:
     """List a command's flags, sorted."""
-    group = typer.main.get_command(app)
-    found: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
-    names = [name for option in found for name in option.opts + option.secondary_opts]
+    found: Any = typer.main.get_command(app)
+    for part in command.split():
+        found = found.commands[part]
+    names = [name for option in found.params for name in option.opts + option.secondary_opts]
     return sorted(name for name in names if name.startswith("-"))  # arguments have none
