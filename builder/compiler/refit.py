@@ -114,10 +114,11 @@ def describe_refitted(
     """Return the manifest with the new model; sha256: of its weights, kept: of old files."""
     inputs = f"{old.build.fingerprint} refitted with {sha256}"
     fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
+    rebuilt = {"fingerprint": fingerprint, "balanced_keys": new.balanced_keys}
     changes = {
         "mtpbuild": version("mtpbuild"),
         "model": make_model_info(new),
-        "build": old.build.model_copy(update={"fingerprint": fingerprint}),
+        "build": old.build.model_copy(update=rebuilt),
         "files": describe_files(folder, {**kept, WEIGHTS: sha256}),
     }
     return old.model_copy(update=changes)

@@ -11,9 +11,11 @@ from torch import Tensor
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
-from mtpbuild.builder.models.common.weight import Share, convert_weights
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
+from mtpbuild.builder.models.common.weight import Readable, Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 from mtpbuild.builder.stages import Watch, ignore
+from mtpbuild.builder.weights.balance import BalancedReader
 from mtpbuild.builder.weights.checkpoint import Loss
 from mtpbuild.builder.weights.placed import ByteRange, read_places, write_weights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
@@ -58,7 +60,7 @@ class EngineWeights:
             table = self.model.table.of_rank(rank)
             parameters = dict(self.model.model.named_parameters())
             entries = {name: make_entry(parameters[name]) for w in table for name in w.tensors}
-            tensors = convert_weights(self.model.checkpoint, table, Share(ranks, rank))
+            tensors = convert_weights(self._find_reader(), table, Share(ranks, rank))
             total = sum(prod(entry.shape) for entry in entries.values())
             tensors = self._report_tensors(tensors, total)
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
@@ -66,6 +68,14 @@ class EngineWeights:
             link_sibling(done.sha256)
         self.written[rank] = done
         return done
+
+    def _find_reader(self) -> Readable:
+        """Return what reads the weights: for int8 caches, with keys and queries balanced."""
+        model, config = self.model, self.model.config
+        if not model.balanced_keys:
+            return model.checkpoint
+        assert isinstance(config, GroupedConfig)
+        return BalancedReader(model.checkpoint, model.stored, config)
 
     def _note_losses(self) -> None:
         """Log how many weights were rounded anew, and the relative error of all of them."""

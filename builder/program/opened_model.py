@@ -19,6 +19,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, find_family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
@@ -105,6 +106,11 @@ class OpenedModel:
     def weight_bytes(self) -> int:
         """The bytes of one rank's weights."""
         return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
+    def balanced_keys(self) -> bool:
+        """Whether keys and queries are balanced, as caches are int8."""
+        return self.style.cache_dtype == "int8" and isinstance(self.config, GroupedConfig)
 
     @property
     def may_narrow_caches(self) -> bool:

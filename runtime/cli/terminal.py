@@ -151,7 +151,9 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if build.exact_note:
         yield "exact", build.exact_note
     caches = [s for s in manifest.state if s.role == "rows"]
-    yield "caches", f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none"
+    balanced = ", keys balanced" if manifest.build.balanced_keys else ""
+    text = f"{len(caches)} of {caches[0].shape} {caches[0].dtype}{balanced}" if caches else "none"
+    yield "caches", text
     yield "prefill chunk", str(build.prefill_chunk)
     row, states = count_saved_bytes(manifest)
     more = f", and {states:,} for recurrent states" if states else ""

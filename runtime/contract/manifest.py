@@ -114,6 +114,8 @@ class BuildInfo(_Record):
     # The number of tokens that drafts are chosen from, listed in draft_vocab.json. None: all.
     draft_vocab: int | None = Field(default=None, ge=1)
     dtype: FloatType = "float32"  # of caches and hidden states
+    # Keys and queries are multiplied by powers of two, so that int8 caches lose less of them.
+    balanced_keys: bool = False
     fingerprint: str  # hash of all inputs of the build; equal means that nothing changed
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts that the routed experts are split into

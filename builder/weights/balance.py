@@ -1,0 +1,91 @@
+"""Keys and queries balanced by powers of two, so that int8 caches lose less of them.
+
+A row of an int8 cache has one scale for the keys of a head. Where biases or norms make some of its
+channels much larger than others, few steps are left for these. So each channel of the keys is
+divided by a power of two, and that of the queries multiplied by it: no score changes. Both channels
+of a rotary pair have the same power, which the rotation passes on.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.formats import Format
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
+from mtpbuild.builder.models.common.weight import Readable
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.plugins.cpu.layout import split_offsets, with_offsets
+
+SHARE = re.compile(r"(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
+INPUT_DEVIATIONS = 3.0  # of a product's inputs, whose mean square the norm makes 1
+LARGEST = 5  # exponent of a power
+
+
+@dataclass(frozen=True)
+class BalancedReader:
+    """A checkpoint whose queries and keys are read balanced."""
+
+    checkpoint: Readable
+    stored: Checkpoint  # the same weights before they are quantised
+    config: GroupedConfig
+    powers: dict[str, Tensor] = field(default_factory=dict)  # [heads, D] by layer
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in fp32."""
+        tensor = self.checkpoint.read(name)
+        if (factors := self.find_factors(name)) is None:
+            return tensor
+        added = float(self.config.norms_minus_one and "_norm." in name)
+        return (tensor + added) * factors.view(-1, *[1] * (tensor.dim() - 1)) - added
+
+    def read_engine_parts(self, name: str, engine_format: Format | None) -> dict[str, Tensor]:
+        """Read a quantised weight's parts, of which the scales are balanced."""
+        parts = self.checkpoint.read_engine_parts(name, engine_format)
+        if (factors := self.find_factors(name)) is None:
+            return parts
+        scales, offsets = split_offsets(parts["_scale"])
+        scales = (scales.float() * factors[:, None]).half()
+        if offsets is not None and offsets.dtype == torch.float16:  # minima
+            offsets = (offsets.float() * factors[:, None]).half()
+        return parts | {"_scale": scales if offsets is None else with_offsets(scales, offsets)}
+
+    def find_factors(self, name: str) -> Tensor | None:
+        """Return the factor of each row of a weight of queries or keys; None for other weights."""
+        c = self.config
+        if not (match := SHARE.fullmatch(name)) or (match[3] == "proj" and c.use_qk_norm):
+            return None
+        layer = match[1]
+        if layer not in self.powers:
+            self.powers[layer] = self._balance(layer)
+        powers = self.powers[layer]
+        if match[2] == "k":
+            return 1 / powers.flatten()
+        times = 1 if c.use_qk_norm else c.num_attention_heads // c.num_key_value_heads
+        return powers.repeat_interleave(times, dim=0).flatten()
+
+    def _balance(self, layer: str) -> Tensor:
+        """Return the powers of a layer's key heads [heads, D]; heads share those of norms."""
+        queries, keys = (self._measure_amplitudes(layer, name) for name in "qk")
+        queries = queries.unflatten(0, (len(keys), -1)).amax(1)
+        exponents = (keys.log2() - queries.log2()) / 2
+        exponents = torch.where(exponents.isfinite(), exponents, 0.0)
+        exponents -= exponents.mean(1, keepdim=True)
+        return exponents.round().clamp(-LARGEST, LARGEST).exp2()
+
+    def _measure_amplitudes(self, layer: str, name: str) -> Tensor:
+        """Return how large queries or keys get, [heads, D]; both channels of a pair the same."""
+        c, read = self.config, self.stored.read
+        at = f"{layer}self_attn.{name}"
+        if c.use_qk_norm:
+            squares = (read(f"{at}_norm.weight") + c.norms_minus_one).square()
+        else:
+            norm = read(f"{layer}input_layernorm.weight") + c.norms_minus_one
+            squares = (INPUT_DEVIATIONS * read(f"{at}_proj.weight") * norm).square().sum(1)
+            if c.attention_bias:
+                squares += read(f"{at}_proj.bias").square()
+        squares = squares.view(-1, c.head_dim)
+        pairs, others = squares.split([c.rotary_dim, c.head_dim - c.rotary_dim], dim=1)
+        both = pairs.unflatten(1, (2, -1)).sum(1)
+        return torch.cat([both, both, others], dim=1).sqrt()
