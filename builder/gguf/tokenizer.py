@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.header import Keys
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.text.tokenizer import TOKENIZER
+from mtpbuild.runtime.text.tokenizer import SPACE, TOKENIZER
 from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 
 AT = "tokenizer.ggml."
 NORMAL, UNUSED = 1, 5  # types of tokens in the vocabulary; others are added ones
-CONTROL = 3
+CONTROL, BYTE = 3, 6
 # Ends the patterns that split texts into words.
 WHITE_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -60,6 +60,8 @@ def tokenizer_files(file: GgufFile, beside: Path, splits: WordSplits) -> Iterato
         if type(number := keys.get(f"{AT}{key}_token_id")) is int and 0 <= number < len(tokens)
     }
     flags = {key: keys[AT + key] for key in ("add_bos_token", "add_eos_token") if AT + key in keys}
+    if keys.get(f"{AT}model") == "llama" or file.tokenizer == "llama-bpe":
+        flags.setdefault("add_bos_token", True)  # as llama.cpp does
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
     yield TOKENIZER_CONFIG, json.dumps(config, ensure_ascii=False)
     if isinstance(template := keys.get("tokenizer.chat_template"), str) and template:
@@ -80,45 +82,96 @@ def make_generation_config(keys: Keys) -> dict[str, Any]:
 
 
 def make_tokenizer(file: GgufFile, splits: WordSplits) -> Tokenizer | None:
-    """Make a byte-level BPE; None if it is of another kind, or its splitting is not known."""
-    keys, split = file.keys, splits.get(file.tokenizer)
-    if keys.get(f"{AT}model") != "gpt2" or split is None or f"{AT}merges" not in keys:
+    """Make a BPE; None if it is of another kind, or its splitting is not known."""
+    kind = file.keys.get(f"{AT}model")
+    if kind == "llama" and isinstance(file.keys.get(f"{AT}scores"), list | memoryview):
+        return make_scored_tokenizer(file)
+    split = splits.get(file.tokenizer)
+    if kind != "gpt2" or split is None or f"{AT}merges" not in file.keys:
         return None
-    tokens, pairs = file.texts(f"{AT}tokens") or [], file.texts(f"{AT}merges") or []
-    types = keys.get(f"{AT}token_type") or [NORMAL] * len(tokens)
-    if not isinstance(types, list | memoryview) or len(types) != len(tokens):
-        raise CheckpointError(
-            f"{file.path}: {AT}token_type has no type of each of {len(tokens)} tokens: put a "
-            f"{TOKENIZER} beside"
-        )
-    # Unused tokens, which pad the vocabulary to the embedding's rows, are in no tokenizer.
-    vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    vocabulary = read_vocabulary(file)
+    pairs = file.texts(f"{AT}merges") or []
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in pairs)]
-    try:
-        backend = Tokenizer(
-            models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.whole_words)
-        )
-    except Exception as error:  # the package raises its own, which has no class of its own
-        raise CheckpointError(f"{file.path}: no usable merges ({error})") from None
+    backend = make_bpe(file, vocabulary, merges, ignore_merges=split.whole_words)
     if split.normalised:
         backend.normalizer = normalizers.NFC()
     words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*words, bytes_])
     backend.decoder = decoders.ByteLevel()
+    add_tokens(file, backend, vocabulary)
+    return backend
+
+
+def make_scored_tokenizer(file: GgufFile) -> Tokenizer:
+    """Make a BPE of SentencePiece's kind: the order of tokens is that of merges, bytes are tokens.
+
+    Scores fall with ids, but for tokens that makers put before the others, such as runs of spaces.
+    """
+    vocabulary = {token.replace(" ", SPACE): i for token, i in read_vocabulary(file).items()}
+    merges = list[tuple[int, int, tuple[str, str]]]()
+    for token, i in vocabulary.items():
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((i, -middle, (left, right)))
+    unknown = file.keys.get(f"{AT}unknown_token_id")
+    name = next((token for token, i in vocabulary.items() if i == unknown), None)
+    pairs = [pair for *_, pair in sorted(merges)]
+    backend = make_bpe(file, vocabulary, pairs, unk_token=name, fuse_unk=True, byte_fallback=True)
+    spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
+    plain: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.keys.get(f"{AT}add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        plain.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(plain)
+    add_tokens(file, backend, vocabulary)
+    return backend
+
+
+def read_types(file: GgufFile, count: int) -> Sequence[int]:
+    types = file.keys.get(f"{AT}token_type") or [NORMAL] * count
+    if not isinstance(types, list | memoryview) or len(types) != count:
+        raise CheckpointError(
+            f"{file.path}: {AT}token_type has no type of each of {count} tokens: put a "
+            f"{TOKENIZER} beside"
+        )
+    return types
+
+
+def read_vocabulary(file: GgufFile) -> dict[str, int]:
+    """Return the ids of tokens, without those that pad the vocabulary to the embedding's rows."""
+    tokens = file.texts(f"{AT}tokens") or []
+    types = read_types(file, len(tokens))
+    return {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+
+
+def make_bpe(
+    file: GgufFile, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
+) -> Tokenizer:
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # the package raises its own, which has no class of its own
+        raise CheckpointError(f"{file.path}: no usable merges ({error})") from None
+
+
+def add_tokens(file: GgufFile, backend: Tokenizer, vocabulary: dict[str, int]) -> None:
+    """Tell a tokenizer which of its tokens are found in texts before all others."""
+    types = read_types(file, len(file.texts(f"{AT}tokens") or []))
     backend.add_tokens(
         [
             AddedToken(token, special=types[i] == CONTROL, normalized=False)
             for token, i in vocabulary.items()
-            if types[i] != NORMAL
+            if types[i] not in (NORMAL, BYTE) and token.strip(SPACE)
         ]
     )
-    return backend
 
 
 def explain_unknown_split(file: GgufFile, splits: WordSplits) -> str | None:
     """Return why no tokenizer is made from the keys; None if one is, or if there are no tokens."""
     kind = str(file.keys.get(f"{AT}model"))
-    if f"{AT}tokens" not in file.keys or (kind == "gpt2" and file.tokenizer in splits):
+    known = file.tokenizer in splits if kind == "gpt2" else f"{AT}scores" in file.keys
+    if f"{AT}tokens" not in file.keys or (kind in ("gpt2", "llama") and known):
         return None
     return re.sub(r"\s+", " ", f"its tokenizer ({kind}, pre {file.tokenizer}) is not known")

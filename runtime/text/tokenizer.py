@@ -8,6 +8,7 @@ from typing import Protocol, Unpack
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError, RequestError, UsageError
@@ -18,6 +19,8 @@ from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
 LONG = 16 * 1024  # characters of a long text, or of a piece of it
+SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 SPARSE = 8  # characters per allowed token, above which a text is checked piece by piece
 
 
@@ -31,7 +34,7 @@ class ModelIds(Protocol):
 
 
 class Tokenizer:
-    """A byte-level tokenizer, as in all DeepSeek models: each token stands for bytes.
+    """A tokenizer whose tokens stand for bytes, in GPT-2's spelling or in SentencePiece's.
 
     `chat_template` is the model's, if it has one; `bos_token` the text of its BOS.
     """
@@ -54,6 +57,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.bos_token = bos_token
         self._bytes = dict(_read_added_bytes(backend))
+        self._decode = _decode_piece if _has_byte_tokens(backend) else _decode_spelling
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; a text that begins with the BOS gets no second BOS."""
@@ -105,7 +109,7 @@ class Tokenizer:
         """Return the bytes that a token adds to the text: none for a special or unknown token."""
         raw = self._bytes.get(token)
         if raw is None:
-            raw = self._bytes[token] = _decode_spelling(self._backend.id_to_token(token) or "")
+            raw = self._bytes[token] = self._decode(self._backend.id_to_token(token) or "")
         return raw
 
     def find_special_name(self, token: int) -> str | None:
@@ -123,6 +127,8 @@ class Tokenizer:
     def spell(self, text: str) -> list[int]:
         """Return `text` as ordinary tokens, even if it contains the names of added tokens."""
         split = self._backend.pre_tokenizer
+        if _has_byte_tokens(self._backend):
+            text = text.replace(" ", SPACE)
         pieces = [piece for piece, _ in split.pre_tokenize_str(text)] if split else [text]
         return [token.id for piece in pieces for token in self._backend.model.tokenize(piece)]
 
@@ -163,16 +169,24 @@ class Tokenizer:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json with a byte-level decoder; raise ValueError that names the file."""
+    """Read a tokenizer.json whose tokens stand for bytes; raise ValueError that names the file."""
     try:
         check_regular(path, MOST_TOKENIZER)
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(f"{path}: not a tokenizer ({error})") from None
-    if not isinstance(backend.decoder, ByteLevel):
+    if not isinstance(backend.decoder, ByteLevel) and not _has_byte_tokens(backend):
         kind = type(backend.decoder).__name__
-        raise ValueError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
+        raise ValueError(
+            f"{path}: decoder {kind} is not supported; supported: ByteLevel, or a BPE with "
+            "byte_fallback"
+        )
     return backend
+
+
+def _has_byte_tokens(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether tokens are spelled as SentencePiece does: with a mark for a space."""
+    return isinstance(backend.model, BPE) and backend.model.byte_fallback
 
 
 def load_tokenizer(
@@ -244,6 +258,13 @@ def _map_chars_to_bytes() -> dict[str, int]:
 
 
 _BYTE = _map_chars_to_bytes()
+
+
+def _decode_piece(token: str) -> bytes:
+    """Return the bytes of SentencePiece's token: a byte by its number, or a text."""
+    if byte := BYTE_TOKEN.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    return token.replace(SPACE, " ").encode()
 
 
 def _decode_spelling(token: str) -> bytes:

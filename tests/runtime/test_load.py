@@ -242,7 +242,7 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(engine_dir: Path) -> None
     raw["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     path.write_text(json.dumps(raw), encoding="utf-8")
     write_manifest(engine_dir, read_manifest(engine_dir))
-    with pytest.raises(EngineFileError, match="decoder WordPiece; only byte-level"):
+    with pytest.raises(EngineFileError, match="decoder WordPiece is not supported"):
         Engine.load(engine_dir)
 
 
