@@ -142,7 +142,7 @@ def read_source(
         if tokenizer is not None and tokenizer.chat_template is not None:
             tokenizer.chat_template.check()
     except EngineFileError as error:
-        why = str(error).removesuffix("; rebuild the engine").removeprefix(f"{folder}/")
+        why = str(error).removeprefix(f"{folder}/")
         raise CheckpointError(f"{folder}/{why}") from None
     return ModelSource(**names, folder=folder, mtp=model.mtp, config=config, ids=ids, remote=remote)
 

@@ -88,7 +88,7 @@ class ChatTemplates:
         for source in self._sources.values():
             kind, text = render_text(source.text, {})
             if kind == SYNTAX:
-                raise EngineFileError(f"{source.where}: {text}; rebuild the engine")
+                raise EngineFileError(f"{source.where}: {text}")
 
     def _choose(self, with_tools: bool) -> TemplateText:
         for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):

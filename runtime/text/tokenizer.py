@@ -197,7 +197,10 @@ def load_tokenizer(
     chat_template: a file in place of the engine's templates. Raises EngineFileError for a file that
     cannot be used, UsageError for that one.
     """
-    return read_tokenizer(folder, manifest.files, manifest.model, chat_template)
+    try:
+        return read_tokenizer(folder, manifest.files, manifest.model, chat_template)
+    except EngineFileError as error:
+        raise EngineFileError(f"{error}; rebuild the engine") from None
 
 
 def read_tokenizer(
@@ -211,7 +214,7 @@ def read_tokenizer(
     try:
         backend = read_backend(folder / TOKENIZER)
     except ValueError as error:
-        raise EngineFileError(f"{error}; rebuild the engine") from None
+        raise EngineFileError(str(error)) from None
     stored = tokenizer_files.read_config(folder, files)
     config = stored or {}
     tokenizer_files.add_tokens(backend, config)

@@ -123,8 +123,7 @@ def _read_configured_templates(config: Config) -> Iterator[tuple[str, TemplateTe
                 yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
             case _:
                 raise EngineFileError(
-                    f"{TOKENIZER_CONFIG}: a chat_template without name or template; "
-                    "rebuild the engine"
+                    f"{TOKENIZER_CONFIG}: a chat_template without name or template"
                 )
 
 
@@ -137,7 +136,7 @@ def _read_given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
             yield int(id), AddedToken(token["content"], **flags)
         except (TypeError, KeyError, ValueError):
             raise EngineFileError(
-                f"{TOKENIZER_CONFIG}: added_tokens_decoder {id} is not a token; rebuild the engine"
+                f"{TOKENIZER_CONFIG}: added_tokens_decoder {id} is not a token"
             ) from None
 
 
@@ -164,7 +163,7 @@ def _read_object(path: Path, names: Collection[str]) -> Config | None:
         return None
     config = _read(path, files.read_json)
     if not isinstance(config, dict):
-        raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
+        raise EngineFileError(f"{path}: not a JSON object")
     return config
 
 
