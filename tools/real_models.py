@@ -111,7 +111,7 @@ def measure(engine: Engine, plain: PlainLM, pieces: list[list[int]]) -> Distance
     params = SamplingParams(max_tokens=0, prompt_logprobs=20)
     scored = [engine.stream(piece, params).result() for piece in pieces]
     texts = [
-        replace(result, token_ids=piece[1:], logprobs=(result.prompt_logprobs or ())[-255:])
+        replace(result, token_ids=piece[1:], logprobs=(result.prompt_logprobs or [])[1 - len(piece) :])
         for piece, result in zip(pieces, scored, strict=True)
     ]
     return measure_distance(plain, [piece[:1] for piece in pieces], texts)

@@ -321,7 +321,7 @@ def test_sampling_flags(
     assert (code, "error" in err) == (0, False)
     document = json.loads(Path("bench_results/bench.json").read_text())
     assert document["same_output_expected"] == (says is None)
-    phase = {"begin_thinking_phase_token": 7, "end_thinking_phase_token": 8}
+    phase: dict[str, Any] = {"begin_thinking_phase_token": 7, "end_thinking_phase_token": 8}
     params = SamplingParams(**seen, **(phase if "relaxed_topk" in seen else {}))
     assert document["settings"]["sampling"] == json.loads(json.dumps(asdict(params)))
     assert says is None or says in out

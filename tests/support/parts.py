@@ -49,6 +49,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "*/test_integer_weights.py",
         "*/test_hybrid_eng*",
     ),
+    "real": ("*/test_real_models.py",),
     "builds": ("builder/test_*", "lab/test_*"),
 }
 
