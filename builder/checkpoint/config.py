@@ -9,9 +9,12 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.models.eagle3.config import Eagle3Config
 
 SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules or experts
 T = TypeVar("T")
@@ -184,6 +187,7 @@ class ModuleInputs:
 
 
 DEEPSEEK = ModuleInputs()
+EAGLE3 = "eagle3"  # the name of such a head in place of a module's
 MODULE_COUNT = "num_nextn_predict_layers"  # the key of most files for the number of modules
 
 
@@ -226,6 +230,8 @@ class ModelConfig:
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
+    # The values of an EAGLE-3 head that drafts in place of the modules.
+    eagle3: "Eagle3Config | None" = fixed(None)  # noqa: RUF009 - it returns a field
     # Names and shapes of the weights that a drafter of another package brings.
     drafter_weights: tuple[tuple[str, tuple[int, ...]], ...] = fixed(())
 
@@ -252,8 +258,15 @@ class ModelConfig:
         """Return whether a layer has routed experts; modules are layers after the trunk's."""
         return False
 
+    @property
+    def step_width(self) -> int:
+        """The width of the hidden states that drafters read: the trunk's, and an EAGLE-3 head's."""
+        return self.hidden_size + (self.eagle3.hidden_size if self.eagle3 else 0)
+
     def name_module(self, j: int) -> str:
         """Return the name of MTP module j, from 0, in a checkpoint."""
+        if self.eagle3:
+            return EAGLE3
         prefix = self.module_names.prefix
         return f"{prefix}{j}" if prefix else f"model.layers.{self.num_hidden_layers + j}"
 

@@ -54,12 +54,17 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
 
 
 def choose_draft_ids(
-    request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
+    request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, config: ModelConfig
 ) -> tuple[int, ...]:
     """Return the ids of the tokens that drafts are chosen from; () means all tokens.
 
     A head that was trained for some tokens has their ids in its folder.
     """
+    if config.eagle3:
+        if request.draft_vocab is not None:
+            raise UsageError("--draft-vocab: an EAGLE-3 head has its own draft vocabulary")
+        return config.draft_ids
+    vocab_size = config.vocab_size
     if request.draft_vocab is None:
         ids = None if request.mtp is None else request.mtp / DRAFT_VOCAB
         trained = ids is not None and ids.is_file() and nextns != (0,) and request.ranks.tp == 1

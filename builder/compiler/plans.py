@@ -230,7 +230,7 @@ def plan_each(
     config, style, length = source.config, target.style, request.max_seq_len
     capabilities = target.compute_capabilities(request)
     length = min(limit_context(config), USUAL) if length is None else length
-    ids = choose_draft_ids(request, nextns, source.folder, config.vocab_size)
+    ids = choose_draft_ids(request, nextns, source.folder, config)
     suffix = name_suffix(request, style, ids)
     engines = dict[Path, Plan]()
     for asked in nextns:

@@ -18,8 +18,7 @@ from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file, side_files
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
-from mtpbuild.builder.models import find_family_of, load_config, refuse_class
-from mtpbuild.builder.models.modules import count_stored_modules
+from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import Room
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
@@ -38,7 +37,7 @@ from mtpbuild.builder.weights.gguf_folder import (
     keep_configuration,
     make_checkpoint,
 )
-from mtpbuild.builder.weights.head import join_head, open_head, open_slice
+from mtpbuild.builder.weights.head import join_head, open_slice, read_head_config
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.errors import (
     CheckpointError,
@@ -128,9 +127,7 @@ def read_source(
     """Read and check a model's small files; --layers cuts the model and is added to its name."""
     config, folder, layers = load_config(model.folder), model.folder, request.layers
     if model.mtp is not None:
-        head = open_head(model.mtp, config)
-        modules = count_stored_modules(find_family_of(config), config, head.tensors)
-        config = load_config(folder, modules)
+        config = read_head_config(model.mtp, folder, config)
     names = {"name": model.name, "engine": model.engine}
     if layers is not None:
         config = layers.of(config)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.checkpoint.config import ModelConfig
+from mtpbuild.builder.checkpoint.config import EAGLE3, ModelConfig
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
 from mtpbuild.builder.models.costs import Costs, Split
@@ -99,12 +99,25 @@ class Family:
         """Map optional tensors of a checkpoint to the tensors that they repeat, by name."""
         return {copy.name: copy.original for copy in self.copies(c) if not is_own(c, copy)}
 
+    def list_rows(self, c: ModelConfig, ranks: Ranks) -> list[tuple[int, tuple[int, ...]]]:
+        """Return the width and the sections of the cache rows of each layer, then of each module.
+
+        Width 0: no cache rows.
+        """
+        rows = [(width, self.cache_sections(c)) for width in self.cache_widths(c, ranks)]
+        if head := c.eagle3:
+            width = 2 * head.num_key_value_heads * head.head_dim
+            rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]
+        return rows
+
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
         """Return a tensor's layer and the rest of its name, or None if it is in no layer.
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
         prefix, own_prefix = c.module_names.prefix, c.module_names.own_prefix
+        if name.startswith(f"{EAGLE3}."):
+            return c.num_hidden_layers, name.removeprefix(f"{EAGLE3}.")
         if prefix and (match := re.match(rf"{re.escape(prefix)}(\d+)\.", name)):
             return c.num_hidden_layers + int(match[1]), name[match.end() :]
         if own_prefix and name.startswith(own_prefix):
@@ -123,5 +136,5 @@ class Family:
     def is_module_input_proj(self, c: ModelConfig, name: str) -> bool:
         """Return whether a weight projects an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
-        projection = f"{c.module_names.input_proj}.weight"
+        projection = "fc.weight" if c.eagle3 else f"{c.module_names.input_proj}.weight"
         return place is not None and place[0] >= c.num_hidden_layers and place[1] == projection

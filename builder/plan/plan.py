@@ -170,9 +170,8 @@ def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     owners += [
         (name_module_rows(j), f"mtp.{j}") for j in range(count_modules_in_use(plan.drafter, K))
     ]
-    widths, dtype = family.cache_widths(c, plan.ranks), plan.style.cache_dtype or plan.dtype
-    if dtype == "int8":
-        widths = [count_int8_width(width, family.cache_sections(c)) for width in widths]
+    rows, dtype = family.list_rows(c, plan.ranks), plan.style.cache_dtype or plan.dtype
+    widths = [count_int8_width(*row) if dtype == "int8" else row[0] for row in rows]
     specs = [
         make_rows_spec(name, owner, dtype, (B, 1, plan.capacity, width))
         for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules

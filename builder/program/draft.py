@@ -67,15 +67,15 @@ class Eagle(Drafter):
         # Slot p of the window joins the main hidden h_p and the emitted token t_{p+1}. Only these
         # rows stay in the cache; the next step's window covers the slots of the passes below.
         at = (step.n - 1).clamp(min=0)
-        x = model.draft_input(0, step.tokens, step.hidden, step.rows)
-        rows = replace(step.rows, choice=Choice())  # not the trunk's choice
+        rows = replace(model.place_drafts(step.rows), choice=Choice())  # not the trunk's choice
+        x = model.draft_input(0, step.tokens, step.hidden, rows)
         x, cache = module.forward_last(x, state[name_module_rows(0)], rows, at)
         choice = replace(rows.choice, stays=model.config.mtp.shares_choice)
         hidden = module.compute_next_hidden(x)
         drafts = [step.draft(0, hidden, 1)]
         side = None
         for k in range(1, self.nextn):
-            rows = model.rope(step.lengths, 1, step.active, offset=k - 1)
+            rows = model.draft_rope(step.lengths, 1, step.active, offset=k - 1)
             rows = replace(rows, choice=replace(choice))
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.forward_uncached(x, cache, side, rows)
@@ -87,6 +87,7 @@ class Eagle(Drafter):
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
     ) -> State:
         module = model.module(0)
+        rows = model.place_drafts(rows)
         x = model.draft_input(0, tokens[:, 1:], hidden, rows)
         return {name_module_rows(0): module.fill(x, state[name_module_rows(0)], rows)}
 

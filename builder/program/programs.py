@@ -113,7 +113,7 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     prefill = PrefillProgram(model, drafter, expand).eval()
     yield Program(PREFILL, prefill, filled, inputs | ahead, whole=whole)
     if plan.adaptive and drafter is not None and ahead:
-        shape, dtype = (1, EXAMPLE_CHUNK, plan.config.hidden_size), getattr(torch, plan.dtype)
+        shape, dtype = (1, EXAMPLE_CHUNK, plan.config.step_width), getattr(torch, plan.dtype)
         missed = tuple(name for name in filled if name in drafter.names)
         fill = FillDrafterProgram(model, drafter, expand).eval()
         arguments = inputs | ahead | {HIDDEN: torch.zeros(shape, dtype=dtype)}

@@ -6,12 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
+from mtpbuild.builder.checkpoint.config import EAGLE3
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.readable import read_text_config, refuse_quantised
+from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
+from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
+from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
+from mtpbuild.builder.models.eagle3.weights import rename_tensor
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -61,6 +66,11 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
+    if is_eagle3(read_object(folder / CONFIG) or {}):
+        opened = collect_tensors(folder, [stored])
+        named = {rename_tensor(name): entry for name, entry in opened.tensors.items()}
+        tensors = {name: entry for name, entry in named.items() if name is not None}
+        return replace(opened, tensors=tensors, tower=0)
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored])
     names = name_modules(config, opened.tensors)
@@ -93,6 +103,40 @@ def refuse_other_model(
                 f"--mtp {place}: tensor {entry.name} has shape {[*entry.shape]}, the model's "
                 f"vocabulary and hidden size make it {[*wanted]}: this head is another model's"
             )
+
+
+def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelConfig:
+    """Return the configuration of a trunk in `folder` with the modules or the head in `place`."""
+    head = open_head(place, config)
+    raw = read_object(head.folder / CONFIG) or {}
+    if not is_eagle3(raw):
+        modules = count_stored_modules(find_family_of(config), config, head.tensors)
+        return load_config(folder, modules)
+    names = {name.removeprefix(f"{EAGLE3}.") for name in head.tensors}
+    try:
+        eagle3 = Eagle3Config.of(raw, config, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"--mtp {place}: {error}") from None
+    ids = read_drafted_ids(place, eagle3) if eagle3.draft_vocab_size else ()
+    return replace(config, num_nextn_predict_layers=1, eagle3=eagle3, draft_ids=ids)
+
+
+def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:
+    """Return the trunk's id of each token that an EAGLE-3 head drafts; () if these are all.
+
+    The tensor d2t has the differences of the two ids.
+    """
+    for file in find_head_files(place):
+        if any(entry.name == "d2t" for entry in list_entries(file)):
+            with safe_open(file, framework="pt") as opened:
+                differences = opened.get_tensor("d2t")
+            ids = tuple((differences + torch.arange(len(differences))).tolist())
+            if len(ids) != config.drafted or not all(0 <= i < config.vocab_size for i in ids):
+                raise CheckpointError(f"{file}: d2t does not name {config.drafted} tokens")
+            return ids
+    if config.drafted == config.vocab_size:
+        return ()
+    raise CheckpointError(f"--mtp {place}: draft_vocab_size {config.drafted}, but there is no d2t")
 
 
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:

@@ -1,6 +1,7 @@
 """A whole model with its MTP modules, as the step program calls it."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, m
 from mtpbuild.builder.models.common.layers import (
     Attention,
     DecoderLayer,
+    DraftLayer,
     MTPModule,
     Positions,
     RecurrentLayer,
@@ -42,7 +44,7 @@ class CausalLM(nn.Module):
         self,
         c: ModelConfig,
         layers: Iterable[DecoderLayer | RecurrentLayer],
-        modules: Iterable[MTPModule],
+        modules: Iterable[DraftLayer],
         rope: Rope,
         ranks: Ranks,
     ) -> None:
@@ -53,6 +55,15 @@ class CausalLM(nn.Module):
         self.embed_tokens: nn.Parameter | None = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.taps: tuple[int, ...] = ()
+        self.draft_rope = rope
+        if c.eagle3:
+            from mtpbuild.builder.models.eagle3.model import Eagle3Module
+
+            head = Eagle3Module(c.eagle3)
+            modules, self.join_taps = (head,), head.join_taps
+            self.taps = c.eagle3.taps or ()
+            self.draft_rope = Rope(c.eagle3.rope, c.eagle3.rotary_dim)
         self.mtp = nn.ModuleList(modules)
         self.lm_head = parameter(c.hidden_size, V)
         self.rope = rope
@@ -61,9 +72,12 @@ class CausalLM(nn.Module):
         drafted = len(c.draft_ids) or V
         for j in c.own_heads:
             self.module(j).lm_head = parameter(c.hidden_size, drafted)
+        if c.eagle3 and c.eagle3.has_head:
+            self.module(0).lm_head = parameter(c.eagle3.hidden_size, drafted)
         self.draft_head: nn.Parameter | None = None
         if c.draft_ids:
-            self.draft_head = parameter(c.hidden_size, drafted)
+            if not (c.eagle3 and c.eagle3.has_head):
+                self.draft_head = parameter(c.hidden_size, drafted)
             self.register_buffer("draft_ids", torch.tensor(c.draft_ids), persistent=False)
         self.draft_ids: Tensor
         for name, shape in c.drafter_weights:
@@ -71,9 +85,9 @@ class CausalLM(nn.Module):
         if ranks.parts > 1:
             self.rank = make_rank_constant()
 
-    def module(self, j: int) -> MTPModule:
+    def module(self, j: int) -> DraftLayer:
         module = self.mtp[j]
-        assert isinstance(module, MTPModule)
+        assert isinstance(module, DraftLayer)
         return module
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
@@ -88,9 +102,17 @@ class CausalLM(nn.Module):
         return all_reduce(torch.where(is_here, x, 0.0))
 
     def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
-        """Return the hidden states [B, T, E] that modules read, and new states; tokens [B, T]."""
-        x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows)
-        return self.norm(x) if self.config.mtp.trunk_normed else x, updates
+        """Return the hidden states [B, T, E] that modules read, and new states; tokens [B, T].
+
+        With an EAGLE-3 head its g [B, T, h] of these tokens comes after them.
+        """
+        taps = list[Tensor]()
+        x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows, taps)
+        hidden = self.norm(x) if self.config.mtp.trunk_normed else x
+        if not self.config.eagle3:
+            return hidden, updates
+        last = hidden if self.config.mtp.trunk_normed else self.norm(x)
+        return torch.cat([hidden, self.join_taps(taps, last)], dim=-1), updates
 
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         """Compute only the new states, for an engine without drafts; tokens [B, T]."""
@@ -104,11 +126,21 @@ class CausalLM(nn.Module):
         return updates
 
     def run_layers(
-        self, layers: range, x: Tensor, state: State, rows: Positions
+        self,
+        layers: range,
+        x: Tensor,
+        state: State,
+        rows: Positions,
+        taps: list[Tensor] | None = None,
     ) -> tuple[Tensor, StateUpdates]:
-        """Run some layers on hidden states x [B, T, E]; return the last one's, and new states."""
+        """Run some layers on hidden states x [B, T, E]; return the last one's, and new states.
+
+        taps: gets the inputs of the layers that an EAGLE-3 head reads, in their order.
+        """
         updates = StateUpdates()
+        inputs = dict[int, Tensor]()
         for i in layers:
+            inputs[i] = x
             layer = self.layers[i]
             name = name_layer_rows(i)
             if isinstance(layer, RecurrentLayer):
@@ -120,6 +152,9 @@ class CausalLM(nn.Module):
                 updates.deferred.append(partial(_advance_layer, layer, i, old, tokens))
             else:
                 x, updates.written[name] = layer(x, state[name], rows)
+        if taps is not None:
+            inputs[len(self.layers)] = x
+            taps += [inputs[i] for i in self.taps]
         return x, updates
 
     def count_bound_rows(self, state: State) -> int:
@@ -132,6 +167,7 @@ class CausalLM(nn.Module):
 
         gather: how to collect the parts of several ranks.
         """
+        hidden = hidden[..., : self.config.hidden_size] if self.config.eagle3 else hidden
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head, gather)
@@ -168,6 +204,13 @@ class CausalLM(nn.Module):
             for name in getattr(module, attribute, ())
         )
 
+    def place_drafts(self, rows: Positions) -> Positions:
+        """Return positions of the trunk's tokens, as a module has them that reads these tokens."""
+        if not self.config.eagle3:
+            return rows
+        own = self.draft_rope(rows.positions[:, 0], rows.positions.shape[1])
+        return replace(rows, cos=own.cos, sin=own.sin)
+
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
         """Return the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)
@@ -182,7 +225,7 @@ class CausalLM(nn.Module):
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
         logits = self.head(module.compute_head_input(hidden), head, gather)
-        if self.draft_head is None:
+        if not self.config.draft_ids:
             return logits
         every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), MASKED_LOGIT)
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)

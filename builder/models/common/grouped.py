@@ -27,7 +27,8 @@ class GroupedAttention(Attention):
     A rank has whole groups of heads.
     """
 
-    def __init__(self, c: GroupedConfig, ranks: Ranks) -> None:
+    def __init__(self, c: GroupedConfig, ranks: Ranks, inputs: int | None = None) -> None:
+        """Take the parts; inputs: of queries, keys and values, if not the hidden size."""
         super().__init__()
         H, G = (n // ranks.parts for n in (c.num_attention_heads, c.num_key_value_heads))
         D = c.head_dim
@@ -36,7 +37,7 @@ class GroupedAttention(Attention):
         self.scale = 1 / math.sqrt(D)  # YaRN's mscale_all_dim scales latent attention alone
         self.gated = c.output_gate
         outputs = (H + 2 * G + (H if self.gated else 0)) * D  # gates, queries, keys, values
-        self.qkv_proj = parameter(c.hidden_size, outputs)
+        self.qkv_proj = parameter(inputs or c.hidden_size, outputs)
         self.qkv_bias = parameter(outputs) if c.attention_bias else None
         self.q_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
         self.k_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None

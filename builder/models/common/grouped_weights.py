@@ -29,8 +29,13 @@ def weight_table(c: GroupedConfig, share: Share) -> list[Weight]:
     return make_weight_table(c, attention, partial(list_feed_forward_weights, c, share))
 
 
-def list_grouped_weights(c: GroupedConfig, index: int, at: str, to: str) -> Iterator[Weight]:
-    """Yield the weights of a layer's attention, by the names that Llama-like checkpoints use."""
+def list_grouped_weights(
+    c: GroupedConfig, index: int, at: str, to: str, inputs: int | None = None
+) -> Iterator[Weight]:
+    """Yield the weights of a layer's attention, by the names that Llama-like checkpoints use.
+
+    inputs: the inputs of queries, keys and values, if they are not the hidden size.
+    """
     at, to = f"{at}.self_attn", f"{to}.self_attn"
     E, D, queries = c.hidden_size, c.head_dim, c.num_attention_heads * (2 if c.output_gate else 1)
     counts = {"q": queries, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
@@ -41,7 +46,9 @@ def list_grouped_weights(c: GroupedConfig, index: int, at: str, to: str) -> Iter
         return torch.cat([gates.flatten(0, 1), queries.flatten(0, 1), *others])
 
     sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}
-    weights = (StoredTensor(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
+    weights = (
+        StoredTensor(f"{name}.weight", (size, inputs or E), axis=0) for name, size in sizes.items()
+    )
     yield product(
         f"{to}.qkv_proj", *weights, rows=join_gates_first if c.output_gate else stack_rows
     )

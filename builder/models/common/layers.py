@@ -228,11 +228,29 @@ class StateUpdates:
         return new
 
 
-class MTPModule(DecoderLayer):
-    """An MTP module: a decoder layer over a token's embedding joined with a hidden state.
+class DraftLayer(DecoderLayer):
+    """A decoder layer over a token's embedding joined with a hidden state.
 
     Its embedding and head are the trunk's, unless the checkpoint has other ones for it.
     """
+
+    embed_tokens: nn.Parameter | None
+    lm_head: nn.Parameter | None
+
+    def combine_inputs(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
+        """Join Emb(t_{p+k}) [B, T, E] and the hidden state of slot p to the layer's input."""
+        raise NotImplementedError
+
+    def compute_next_hidden(self, x: Tensor) -> Tensor:
+        """Return what the next module or draft and `compute_head_input` read, from output x."""
+        raise NotImplementedError
+
+    def compute_head_input(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MTPModule(DraftLayer):
+    """An MTP module: its input is a projection of both, normed."""
 
     def __init__(self, c: ModelConfig, attention: Attention, mlp: nn.Module, ranks: Ranks) -> None:
         super().__init__(c, attention, mlp, ranks)
@@ -243,11 +261,10 @@ class MTPModule(DecoderLayer):
         if ranks.parts > 1:
             self.rank = make_rank_constant()
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
-        self.embed_tokens: nn.Parameter | None = None
-        self.lm_head: nn.Parameter | None = None
+        self.embed_tokens = None
+        self.lm_head = None
 
     def combine_inputs(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
-        """Project Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:
@@ -255,7 +272,6 @@ class MTPModule(DecoderLayer):
         return all_reduce(take_own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
     def compute_next_hidden(self, x: Tensor) -> Tensor:
-        """Return what the next module or draft and `compute_head_input` read, from output x."""
         return self.norm(x) if self.rules.recycles_normed else x
 
     def compute_head_input(self, hidden: Tensor) -> Tensor:
