@@ -38,13 +38,14 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep a file's tests in one worker: the other need not import and make what it shares."""
+    """Keep a file's tests in one worker, so that no other imports and makes what they share."""
     if item.get_closest_marker("xdist_group") is None:
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of `--part`, and let the slowest groups of tests run first."""
     if part := config.getoption("--part"):
         others = [item for item in items if part != part_of(*file_and_mark(item))]
         config.hook.pytest_deselected(items=others)
@@ -52,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if find_group(item) == "inductor":
             item.add_marker(needs_compiler)
-    items.sort(key=lambda item: FIRST.index(find_group(item)) if find_group(item) in FIRST else 99)
+    order = {group: place for place, group in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(find_group(item), len(order)))
 
 
 def pytest_collection_finish() -> None:

@@ -239,8 +239,8 @@ def _add_model_sampling(
     from mtpbuild.runtime.sampling.defaults import choose_sampling_defaults
 
     usual = choose_sampling_defaults(folder, manifest) | {"max_tokens": manifest.build.max_seq_len}
-    given = find_given_flags(context, usual)
-    return replace(sampling, **{n: v for n, v in usual.items() if n not in given})
+    typed = find_given_flags(context, usual)
+    return replace(sampling, **{n: v for n, v in usual.items() if n not in typed})
 
 
 @error_line

@@ -53,7 +53,7 @@ FULL: list[Case] = [
     ("no-q-lora-one-module", EVEN, Ranks(2, 2), "mtp-eagle"),
     ("glm-air", {"vocab_size": 62}, Ranks(2), "mtp-vanilla"),
     ("mimo", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
-    ("qwen3-next", {"vocab_size": 62}, Ranks(2), "mtp-eagle"),
+    ("qwen3-next", {"vocab_size": 64}, Ranks(2), "mtp-eagle"),
     ("glm-5", HEADS, Ranks(2, 2), "mtp-eagle"),
 ]
 
