@@ -9,12 +9,9 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mtpbuild.builder.models.eagle3.config import Eagle3Config
 
 SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules or experts
 T = TypeVar("T")
@@ -231,7 +228,7 @@ class ModelConfig:
     own_heads: tuple[int, ...] = fixed(())
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
     # The values of an EAGLE-3 head that drafts in place of the modules.
-    eagle3: "Eagle3Config | None" = fixed(None)  # noqa: RUF009 - it returns a field
+    eagle3: "ModelConfig | None" = fixed(None)  # noqa: RUF009 - it returns a field
     # Names and shapes of the weights that a drafter of another package brings.
     drafter_weights: tuple[tuple[str, tuple[int, ...]], ...] = fixed(())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids
-from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.graph.style import Attends, GraphStyle
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.plan.plan import Nextn, sort_nextns
 from mtpbuild.builder.plan.request import BuildRequest
@@ -109,12 +109,11 @@ def check_style(
 ) -> None:
     """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
     family = find_family_of(config)
-    if style.for_gpu and family.attention not in target.gpu_attention:
-        can = list_target_names(lambda other: family.attention in other.gpu_attention)
+    attention = Attends.GROUPED if config.eagle3 else family.attention
+    if style.for_gpu and attention not in target.gpu_attention:
+        can = list_target_names(lambda other: attention in other.gpu_attention)
         where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"
-        raise UsageError(
-            f"{family.name}: its {family.attention} has no GPU kernel {where} for the CPU"
-        )
+        raise UsageError(f"{family.name}: its {attention} has no GPU kernel {where} for the CPU")
     if request.score and (
         style.for_gpu
         or request.ranks.tp > 1

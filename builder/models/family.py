@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.checkpoint.config import EAGLE3, ModelConfig
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import StateSpec, name_layer_state
@@ -105,7 +106,7 @@ class Family:
         Width 0: no cache rows.
         """
         rows = [(width, self.cache_sections(c)) for width in self.cache_widths(c, ranks)]
-        if head := c.eagle3:
+        if isinstance(head := c.eagle3, GroupedConfig):
             width = 2 * head.num_key_value_heads * head.head_dim
             rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]
         return rows

@@ -141,7 +141,9 @@ def choose_drafter(
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
-    chosen = asked or (VANILLA if modules >= nextn else EAGLE)
+    chosen = asked or (VANILLA if modules >= nextn and not config.eagle3 else EAGLE)
+    if config.eagle3 and chosen == VANILLA:
+        raise UsageError(f"--drafter {VANILLA}: an EAGLE-3 head drafts by {EAGLE}")
     needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(

@@ -23,6 +23,7 @@ from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
+from mtpbuild.builder.models.eagle3.model import attach_head
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.drafter_weights import join_brought
 from mtpbuild.builder.weights.head import open_slice, refuse_other_trunk
@@ -176,7 +177,7 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
     share = Share(table.ranks)
     with torch.device(device):
-        model = find_family_of(table.config).make_model(table.config, table.ranks)
+        model = attach_head(find_family_of(table.config).make_model(table.config, table.ranks))
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         for name in table.joined:
             module = model.get_submodule(name)

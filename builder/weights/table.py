@@ -14,6 +14,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, find_modules_like_routed, with_shared
 from mtpbuild.builder.models.common.weight import Layout, Share, StoredTensor, Weight
+from mtpbuild.builder.models.eagle3.weights import join_rows
 from mtpbuild.builder.weights.scheme import find_weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -41,7 +42,7 @@ class WeightTable:
         if self.ranks == ALONE:
             return [*self.weights]
         held = {weight.name: weight for weight in self.weights}
-        table = find_family_of(self.config).weight_table(self.config, Share(self.ranks, rank))
+        table = list_weights(self.config, Share(self.ranks, rank))
         return [
             replace(weight, format=held[weight.name].format, layout=held[weight.name].layout)
             for weight in with_shared(table, self.joined)
@@ -80,7 +81,12 @@ class WeightTable:
 def make_family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
     """Return a family's weights as floats, with the experts of all ranks."""
     share = Share(Ranks(attention_dp=ranks.attention_dp))
-    return WeightTable(config, ranks, tuple(find_family_of(config).weight_table(config, share)))
+    return WeightTable(config, ranks, tuple(list_weights(config, share)))
+
+
+def list_weights(config: ModelConfig, share: Share) -> list[Weight]:
+    """Return a family's table, with the rows of an EAGLE-3 head if it has one."""
+    return join_rows(find_family_of(config).weight_table(config, share), config)
 
 
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:

@@ -272,6 +272,8 @@ def refuse_answer(line: InputLine, number: int) -> InputLine:
 def check_model(source: ModelSource, how: Training, request: TuneRequest) -> None:
     """Say how much memory the training takes; raise UsageError if the machine has less."""
     config = load_config(source.folder, modules=1) if request.new else source.config
+    if config.eagle3:
+        raise UsageError(f"--mtp {request.mtp}: an EAGLE-3 head is not trained, MTP modules are")
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
     assert isinstance(plain, PlainCausalLM)

@@ -1,6 +1,9 @@
 """EAGLE-3 heads in three dialects: every step's drafts against a recompute, and planted faults."""
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.weights.head import read_head_config
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.eagle3 import PlainEagle3, make_head
 from tests.support.families import make_family, save_family
+from tests.support.invoke import refusal
+from tests.support.opened import NO_IDS
+from tests.support.requests import build, build_request
 from tests.support.steps import CHUNK, check_steps
 
 LAYER = {
@@ -52,7 +63,8 @@ def save_head(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Write a head as its maker does; return its values and its weights by plain names."""
     changes, embeds, prefix = DIALECTS[dialect]
-    raw = LAYER | {"target_hidden_size": trunk.config.hidden_size} | changes
+    width = trunk.config.hidden_size
+    raw = LAYER | {"hidden_size": width, "target_hidden_size": width} | changes
     weights = make_head(trunk, raw, embeds)
     folder.mkdir(parents=True)
     named = {name.replace("layers.0", prefix): weight for name, weight in weights.items()}
@@ -76,11 +88,6 @@ def load_with_head(place: Path, name: str, dialect: str) -> tuple[CausalLM, Plai
     folder = save_family(place / name, name, trunk)
     raw, weights = save_head(place / "head", dialect, trunk)
     config = read_head_config(place / "head", folder, load_config(folder))
-    from mtpbuild.builder.graph.style import GraphStyle
-    from mtpbuild.builder.plan.recipe import FoundModel
-    from mtpbuild.builder.program.opened_model import open_model
-    from tests.support.opened import NO_IDS
-
     model = open_model(
         FoundModel("x", "x", folder, place / "head"),
         config,
@@ -94,8 +101,102 @@ def load_with_head(place: Path, name: str, dialect: str) -> tuple[CausalLM, Plai
     return program.eval(), PlainEagle3(trunk, model.config, raw, weights)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_drafts_are_those_of_a_recompute(dialect: str, tmp_path: Path) -> None:
-    model, reference = load_with_head(tmp_path, "qwen3", dialect)
+TRUNKS = [("qwen3", dialect) for dialect in DIALECTS]
+TRUNKS += [("llama", "eagle"), ("qwen3.5", "speculators"), ("gigachat", "eagle")]
+
+
+@pytest.mark.parametrize(("name", "dialect"), TRUNKS)
+def test_drafts_are_those_of_a_recompute(name: str, dialect: str, tmp_path: Path) -> None:
+    model, reference = load_with_head(tmp_path, name, dialect)
     plan = Plan(reference.config, 3, "mtp-eagle", 1, 200, CHUNK, draft_ids=model.config.draft_ids)
     check_steps(plan, model, reference, accepts_all=False)
+
+
+def shift_taps(model: CausalLM) -> None:
+    model.taps = tuple(min(tap + 1, 2) for tap in model.taps)
+
+
+def flip_residual(model: CausalLM) -> None:
+    head: Any = model.module(0)
+    head.config = replace(head.config, norm_before_residual=not head.config.norm_before_residual)
+
+
+def take_ids_for_differences(model: CausalLM) -> None:
+    ids = model.draft_ids
+    model.draft_ids = ids - torch.arange(len(ids))
+
+
+def recycle_normed(model: CausalLM) -> None:
+    head: Any = model.module(0)
+    head.config = replace(head.config, norm_output=not head.config.norm_output)
+
+
+FAULTS = [shift_taps, flip_residual, take_ids_for_differences, recycle_normed]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: Callable[[CausalLM], None], tmp_path: Path) -> None:
+    model, reference = load_with_head(tmp_path, "qwen3", "eagle")
+    fault(model)
+    plan = Plan(reference.config, 3, "mtp-eagle", 1, 200, CHUNK, draft_ids=model.config.draft_ids)
+    with pytest.raises(AssertionError):
+        check_steps(plan, model, reference, accepts_all=False)
+
+
+REFUSALS = [
+    (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with an EAGLE-3 head has one rank"),
+    (("--drafter", "mtp-vanilla"), "--drafter mtp-vanilla: an EAGLE-3 head drafts by mtp-eagle"),
+    (("--draft-vocab", "9"), "--draft-vocab: an EAGLE-3 head has its own draft vocabulary"),
+    (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
+]
+
+
+@pytest.mark.parametrize(("flags", "why"), REFUSALS)
+def test_refusals(flags: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    save_head(tmp_path / "head", "eagle", trunk)
+    command = ("build", "--model", folder, "--nextn", 1, "--mtp", tmp_path / "head", "--dry-run")
+    assert why in refusal(*command, *flags)
+
+
+BAD: list[tuple[Change, str]] = [
+    ({"hidden_size": 20}, "hidden_size 20 is not the trunk's 24, so it needs its own embed_tokens"),
+    ({"target_hidden_size": 99}, "its trunk has hidden_size 99, the model 24"),
+    ({TAPS: [0, 1, 7]}, "[0, 1, 7]: the trunk has 2 layers"),
+    ({TAPS: "all"}, "must be a list of layers, not 'all'"),
+    ({"draft_vocab_size": 44}, "d2t does not name 44 tokens"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; supported: 1"),
+    ({"layer_types": ["sliding_attention"]}, "a head with a sliding window is not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), BAD)
+def test_heads_that_do_not_fit(changes: Change, why: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    save_head(tmp_path / "head", "eagle", trunk)
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        read_head_config(tmp_path / "head", folder, load_config(folder))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "dialect"), [("qwen3", "eagle"), ("qwen3.5", "speculators")])
+def test_engines_are_exact(name: str, dialect: str, tmp_path: Path) -> None:
+    """With int8 weights and caches all that is said is, to the bit, what is said without drafts."""
+    sizes = {"hidden_size": 64}
+    trunk = make_family(name, **sizes)
+    folder = save_family(tmp_path / name, name, trunk, **sizes)
+    save_head(tmp_path / "head", dialect, trunk)
+    said = []
+    for nextn, mtp in ((0, None), (3, tmp_path / "head")):
+        out = tmp_path / f"n{nextn}"
+        how = {"weights": "int8", "cache_dtype": "int8", "mtp": mtp, "out": out}
+        build(build_request(folder, (nextn,), **how))
+        with Engine.load(out, prefix_cache=False) as engine:
+            params = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True)
+            results = [engine.generate([5, 6, 7 + i], params) for i in range(3)]
+            said.append([(r.token_ids, r.logprobs) for r in results])
+    assert said[0] == said[1]

@@ -22,7 +22,7 @@ from mtpbuild.builder.compiler.notes import list_notes
 from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import MTPModule, RMSNorm, State
+from mtpbuild.builder.models.common.layers import RMSNorm, State
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 from mtpbuild.builder.models.common.weight import Share, convert_weights, join_slices
 from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
@@ -360,9 +360,9 @@ def gate_of_attention_dropped(model: CausalLM) -> None:
 
 
 def module_hands_on(model: CausalLM) -> None:
-    module = model.module(0)
-    module.compute_next_hidden = lambda x: x  # type: ignore[method-assign]
-    module.compute_head_input = lambda hidden: module.norm(hidden)  # type: ignore[method-assign]
+    module: Any = model.module(0)
+    module.compute_next_hidden = lambda x: x
+    module.compute_head_input = lambda hidden: module.norm(hidden)
 
 
 def trunk_in_front_of_its_norm(model: CausalLM) -> None:
@@ -374,8 +374,7 @@ def trunk_in_front_of_its_norm(model: CausalLM) -> None:
 
 def module_norm(name: str) -> Callable[[CausalLM], Any]:
     def find(model: CausalLM) -> Any:
-        module: MTPModule = model.module(0)
-        return module.get_submodule(name)
+        return model.module(0).get_submodule(name)
 
     return find
 

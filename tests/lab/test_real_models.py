@@ -3,6 +3,7 @@
 They are fetched by `tools/real_models.py`; without a network these tests skip.
 """
 
+import json
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpbuild.builder.gguf.container import read_file
@@ -121,8 +123,7 @@ def test_tokenizers_are_equal(name: str) -> None:
     for text in (*ODD, *model_tokenizers.TEXTS):
         wanted = theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.encode(text, add_special_tokens=False) == wanted, text
-        if "<" not in text:
-            assert ours.text(wanted) == text
+        assert ours.text(wanted) == text or "<" in text
 
 
 def test_a_chat_of_three_turns(smollm2: Path, oracle: Oracle, tmp_path: Path) -> None:
@@ -141,7 +142,13 @@ def test_a_chat_of_three_turns(smollm2: Path, oracle: Oracle, tmp_path: Path) ->
 def test_dequantised_weights_make_the_same_engine(
     smollm2: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    oracle.model.save_pretrained(tmp_path / "floats")
+    (tmp_path / "floats").mkdir()
+    weights = {name: weight.contiguous() for name, weight in oracle.model.state_dict().items()}
+    del weights["lm_head.weight"]  # tied
+    save_file(weights, tmp_path / "floats" / "model.safetensors")
+    raw = oracle.model.config.to_dict()
+    raw.pop("quantization_config", None)
+    (tmp_path / "floats" / "config.json").write_text(json.dumps(raw, default=str))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copy = (find_model(str(smollm2)).folder / name).read_bytes()
         (tmp_path / "floats" / name).write_bytes(copy)

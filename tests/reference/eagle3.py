@@ -76,9 +76,8 @@ class PlainEagle3(PlainLM):
         q, k_, v = (self.product(x, f"self_attn.{n}").unflatten(-1, (-1, D)) for n in "qkv")
         q, k_ = rotate(q, self.raw["rope_theta"]), rotate(k_, self.raw["rope_theta"])
         k_, v = (part.repeat_interleave(heads // part.shape[2], dim=2) for part in (k_, v))
-        o = F.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (q, k_, v)), is_causal=True
-        )
+        q, k_, v = (part.transpose(1, 2) for part in (q, k_, v))
+        o = F.scaled_dot_product_attention(q, k_, v, is_causal=True)
         x = normed if self.raw.get("norm_before_residual") else g
         x = x + self.product(o.transpose(1, 2).flatten(2), "self_attn.o")
         y = self.norm(x, "layers.0.post_attention_layernorm")

@@ -55,15 +55,10 @@ class CausalLM(nn.Module):
         self.embed_tokens: nn.Parameter | None = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.taps: tuple[int, ...] = ()
+        # An EAGLE-3 head, which takes the modules' place, sets these (`attach_head`).
+        self.taps: tuple[int, ...] = ()  # layers whose inputs it reads
+        self.join_taps: Callable[[list[Tensor], Tensor], Tensor] | None = None
         self.draft_rope = rope
-        if c.eagle3:
-            from mtpbuild.builder.models.eagle3.model import Eagle3Module
-
-            head = Eagle3Module(c.eagle3)
-            modules, self.join_taps = (head,), head.join_taps
-            self.taps = c.eagle3.taps or ()
-            self.draft_rope = Rope(c.eagle3.rope, c.eagle3.rotary_dim)
         self.mtp = nn.ModuleList(modules)
         self.lm_head = parameter(c.hidden_size, V)
         self.rope = rope
@@ -72,12 +67,9 @@ class CausalLM(nn.Module):
         drafted = len(c.draft_ids) or V
         for j in c.own_heads:
             self.module(j).lm_head = parameter(c.hidden_size, drafted)
-        if c.eagle3 and c.eagle3.has_head:
-            self.module(0).lm_head = parameter(c.eagle3.hidden_size, drafted)
         self.draft_head: nn.Parameter | None = None
         if c.draft_ids:
-            if not (c.eagle3 and c.eagle3.has_head):
-                self.draft_head = parameter(c.hidden_size, drafted)
+            self.draft_head = parameter(c.hidden_size, drafted)
             self.register_buffer("draft_ids", torch.tensor(c.draft_ids), persistent=False)
         self.draft_ids: Tensor
         for name, shape in c.drafter_weights:
@@ -109,7 +101,7 @@ class CausalLM(nn.Module):
         taps = list[Tensor]()
         x, updates = self.run_layers(range(len(self.layers)), self.embed(tokens), state, rows, taps)
         hidden = self.norm(x) if self.config.mtp.trunk_normed else x
-        if not self.config.eagle3:
+        if self.join_taps is None:
             return hidden, updates
         last = hidden if self.config.mtp.trunk_normed else self.norm(x)
         return torch.cat([hidden, self.join_taps(taps, last)], dim=-1), updates
@@ -167,7 +159,8 @@ class CausalLM(nn.Module):
 
         gather: how to collect the parts of several ranks.
         """
-        hidden = hidden[..., : self.config.hidden_size] if self.config.eagle3 else hidden
+        if self.join_taps is not None:
+            hidden = hidden[..., : self.config.hidden_size]
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head, gather)
@@ -206,7 +199,7 @@ class CausalLM(nn.Module):
 
     def place_drafts(self, rows: Positions) -> Positions:
         """Return positions of the trunk's tokens, as a module has them that reads these tokens."""
-        if not self.config.eagle3:
+        if self.draft_rope is self.rope:
             return rows
         own = self.draft_rope(rows.positions[:, 0], rows.positions.shape[1])
         return replace(rows, cos=own.cos, sin=own.sin)

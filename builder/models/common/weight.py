@@ -36,6 +36,7 @@ FORMAT_PARTS = ("values", "scales", "scales_2")  # names of a format's parts in 
 MIN_PER_HEAD_ELEMENTS = 1 << 18
 # Exponents of a delta rule: their rounding error adds up over tokens.
 EXPONENTS = (".decay_rate", ".decay_bias")
+DRAFT_HEAD = "draft_head"
 ROUTERS = (".gate.", ".weights_proj")  # parts of names
 
 
@@ -318,10 +319,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
 def list_module_weights(c: ModelConfig, layer: Layer) -> Iterator[Weight]:
     """Yield the weights of the MTP modules."""
     if c.eagle3:
-        from mtpbuild.builder.models.eagle3.weights import list_eagle3_weights
-
-        yield from list_eagle3_weights(c.eagle3)
-        return
+        return  # its rows are added to the table
     E, V, names = c.hidden_size, c.vocab_size, c.module_names
     norms = {"enorm": names.embedding_norm, "hnorm": names.hidden_norm}
     norms["shared_head.norm"] = names.head_norm
@@ -359,8 +357,7 @@ def make_weight_table(c: ModelConfig, attention: Layer, feed_forward: Layer) -> 
     shape = (c.vocab_size, c.hidden_size)
     tokens = StoredTensor(EMBEDDING, shape, axis=0)
     head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, shape, axis=0)
-    picks = c.draft_ids and not (c.eagle3 and c.eagle3.has_head)
-    reduced = [product("draft_head", head, rows=pick_drafted_rows(c))] if picks else []
+    reduced = [product(DRAFT_HEAD, head, rows=pick_drafted_rows(c))] if c.draft_ids else []
     trunk = (layer(i, f"model.layers.{i}", f"layers.{i}") for i in range(c.num_hidden_layers))
     return [
         embedding("embed_tokens", tokens),

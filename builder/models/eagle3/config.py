@@ -70,6 +70,12 @@ class Eagle3Config(GroupedConfig):
                 f"its trunk has hidden_size {width}, the model {trunk.hidden_size}: this head is "
                 "another model's"
             )
+        wanted = {"embed_tokens.weight", "lm_head.weight"} if config.hidden_size != width else set()
+        if missing := sorted(wanted - tensors):
+            raise CheckpointError(
+                f"hidden_size {config.hidden_size} is not the trunk's {width}, so it needs its own "
+                f"{missing[0]}"
+            )
         return replace(
             config,
             taps=taps,

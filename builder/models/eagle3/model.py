@@ -3,11 +3,26 @@
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.grouped import GroupedAttention
-from mtpbuild.builder.models.common.layers import MLP, DraftLayer, Positions, RMSNorm
+from mtpbuild.builder.models.common.layers import MLP, DraftLayer, Positions, RMSNorm, Rope
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.eagle3.config import Eagle3Config
 from mtpbuild.runtime.ranks import ALONE
+
+
+def attach_head(model: CausalLM) -> CausalLM:
+    """Put the head of a model's configuration, if there is one, in place of its modules."""
+    if not isinstance(c := model.config.eagle3, Eagle3Config):
+        return model
+    head = Eagle3Module(c)
+    model.mtp = nn.ModuleList([head])
+    model.taps, model.join_taps = c.taps or (), head.join_taps
+    model.draft_rope = Rope(c.rope, c.rotary_dim)
+    if c.has_head:
+        head.lm_head = parameter(c.hidden_size, c.drafted)
+        model.draft_head = None
+    return model
 
 
 class PairNorm(nn.Module):

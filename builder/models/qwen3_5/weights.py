@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.checkpoint.config import EAGLE3
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.grouped_weights import list_grouped_weights
 from mtpbuild.builder.models.common.moe_weights import list_feed_forward_weights
@@ -34,11 +35,13 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
             return list_delta_weights(c, f"{at}.linear_attn", f"{to}.linear_attn")
         return list_grouped_weights(c, index, at, to)
 
-    # The checkpoint stores the factor of a norm minus 1, except for one norm.
+    def is_minus_one(weight: Weight) -> bool:
+        """Return whether a stored weight is a factor minus 1: so it is for all norms but one."""
+        own = weight.stored[0].name.startswith(EAGLE3) or weight.name.endswith(GATED_NORM)
+        return weight.name.endswith("norm.weight") and not own
+
     return [
-        replace(weight, transform=lambda w: 1 + w)
-        if weight.name.endswith("norm.weight") and not weight.name.endswith(GATED_NORM)
-        else weight
+        replace(weight, transform=lambda w: 1 + w) if is_minus_one(weight) else weight
         for weight in make_weight_table(c, attention, partial(feed_forward, c, share))
     ]
 
