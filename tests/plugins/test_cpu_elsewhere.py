@@ -19,6 +19,7 @@ import pytest
 
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.lab.verify.checks import LACKS_ISA
 from tests.support.cpu_fuzz import damaged
 from tests.support.cpu_host import RECORD, Case, differences, recorded, replay
 from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled, load_backend
@@ -102,7 +103,8 @@ def cases(place: Path) -> list[Case]:
         [*command, *tests], env=environment, capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = recorded(place / "cases")
+    # What a test asks of another processor is no case for this one.
+    found = [case for case in recorded(place / "cases") if LACKS_ISA not in str(case.outcome)]
     registered = re.compile(r"Registered<([^;]*)>\s+registered;")
     files = [path.read_text() for path in SOURCE.glob("*_ops.cpp")]
     names = [name for text in files for name in registered.findall(text)[0].split(",")]

@@ -47,7 +47,7 @@ const Kernels& mtp::chosen_kernels() {
 
 namespace {
 
-constexpr char DOMAIN[] = "mtpbuild";  // as in plugins/cpu/onnx.py
+constexpr char OP_DOMAIN[] = "mtpbuild";  // as in plugins/cpu/onnx.py
 
 // An operator with any number of operands and results of any types.
 CustomOp chain() {
@@ -77,7 +77,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
       mallopt(M_TRIM_THRESHOLD, 64 << 20);
 #endif
       ort::Domain* created = nullptr;
-      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, DOMAIN, &created));
+      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, OP_DOMAIN, &created));
       for (const mtp::Kind& kind : mtp::all_kinds())
         ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, created, &kind.node));
       static const CustomOp joined = chain();
