@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_TEXT = 1 << 26  # bytes of configurations, indices and templates; the largest known has 14 MB
-MOST_TOKENIZER = 1 << 28  # bytes of a tokenizer.json
+MAX_TEXT = 1 << 26  # bytes of configurations, indices and templates; the largest known has 14 MB
+MAX_TOKENIZER = 1 << 28  # bytes of a tokenizer.json
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -41,14 +41,14 @@ def check_regular(path: Path, limit: int | None = None) -> os.stat_result:
     return status
 
 
-def read_text(path: Path, limit: int = MOST_TEXT) -> str:
+def read_text(path: Path, limit: int = MAX_TEXT) -> str:
     """Return a UTF-8 text with unchanged line ends, but without a byte order mark."""
     size = check_regular(path, limit).st_size
     with path.open("rb") as file:
         return file.read(size).decode("utf-8-sig")
 
 
-def read_json(path: Path, limit: int = MOST_TEXT) -> Any:
+def read_json(path: Path, limit: int = MAX_TEXT) -> Any:
     try:
         return json.loads(read_text(path, limit))
     except RecursionError:

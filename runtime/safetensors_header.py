@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.files import check_regular
 
 ALIGNMENT = 64  # of the first tensor byte, for memory mapping
-MOST_BYTES = 100_000_000  # of a header; the package has the same limit
+MAX_BYTES = 100_000_000  # of a header; the package has the same limit
 METADATA = "__metadata__"
 Header = dict[str, dict[str, Any]]  # dtype, shape and data_offsets of each tensor
 DTYPES = {
@@ -54,7 +54,7 @@ def parse_header(file: BinaryIO) -> tuple[Header, dict[str, str], int]:
     """Do what `read_header` does for a file that is open at its beginning."""
     length = int.from_bytes(file.read(8), "little")
     try:
-        header = json.loads(file.read(length)) if length <= MOST_BYTES else None
+        header = json.loads(file.read(length)) if length <= MAX_BYTES else None
     except RecursionError:
         header = None
     if not isinstance(header, dict):

@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
+from mtpbuild.runtime.files import MAX_TOKENIZER, read_json
 from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
@@ -59,7 +59,7 @@ def _read_token_ids(folder: Path, listed: Any) -> dict[str, int]:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # the runtime says it
         ids |= {token["content"]: int(id) for id, token in (listed or {}).items()}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        raw = read_json(folder / TOKENIZER, MOST_TOKENIZER)
+        raw = read_json(folder / TOKENIZER, MAX_TOKENIZER)
         vocabulary = raw.get("model", {}).get("vocab")
         ids = (vocabulary if isinstance(vocabulary, dict) else {}) | ids
         ids |= {token["content"]: int(token["id"]) for token in raw["added_tokens"]}

@@ -12,7 +12,7 @@ from typing import Any
 
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.errors import UsageError, explain_missing_package
-from mtpbuild.runtime.files import MOST_TOKENIZER, read_json
+from mtpbuild.runtime.files import MAX_TOKENIZER, read_json
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 FLAG = "--draft-vocab"
@@ -53,7 +53,7 @@ def list_most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
     order of merges is that of frequency. Single bytes come before all merges.
     """
     try:
-        raw = read_json(path, MOST_TOKENIZER)
+        raw = read_json(path, MAX_TOKENIZER)
         vocab, merges = raw["model"]["vocab"], raw["model"]["merges"]
         added = [int(token["id"]) for token in raw["added_tokens"]]
         pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)

@@ -32,7 +32,7 @@ from mtpbuild.builder.gguf.container import find_header_end
 from mtpbuild.builder.gguf.header import MAGIC
 from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.errors import CheckpointError, DownloadError
-from mtpbuild.runtime.safetensors_header import MOST_BYTES, Header, parse_header, read_header
+from mtpbuild.runtime.safetensors_header import MAX_BYTES, Header, parse_header, read_header
 
 NAME = "mtpbuild"  # our name in requests to the hub
 START = 100_000  # bytes of a file that most headers fit into
@@ -89,7 +89,7 @@ class Repository:
                 return read_header(here)[0]
             start = self._read_start(name, START)
             length = 8 + int.from_bytes(start[:8], "little")
-            if START < length <= MOST_BYTES:
+            if START < length <= MAX_BYTES:
                 start = self._read_start(name, length)
             return parse_header(BytesIO(start))[0]
         except ValueError as error:
@@ -99,7 +99,7 @@ class Repository:
     def fetch_gguf_header(self, name: str, place: Path) -> None:
         """Fetch a GGUF file's header into a file of the whole file's size."""
         size, count = self.files[name].size or 0, 10 * START
-        limit = min(size, MOST_BYTES)
+        limit = min(size, MAX_BYTES)
         while True:
             start = self._read_start(name, count)
             with place.open("wb") as file:

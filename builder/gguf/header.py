@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.safetensors_header import MOST_BYTES
+from mtpbuild.runtime.safetensors_header import MAX_BYTES
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -48,7 +48,7 @@ class HeaderBytes:
     """The bytes of a header, which are read one value after the other."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at, self._end = data, len(MAGIC), min(len(data), MOST_BYTES)
+        self._data, self.at, self._end = data, len(MAGIC), min(len(data), MAX_BYTES)
 
     def take(self, count: int) -> bytes:
         if count > self._end - self.at:
@@ -135,6 +135,6 @@ def _parse(path: Path, header: HeaderBytes) -> Header:
         keys[name] = header.value()
     tensors = [header.tensor() for _ in range(count)]
     alignment = keys.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or not 0 < alignment <= MOST_BYTES:
+    if type(alignment) is not int or not 0 < alignment <= MAX_BYTES:
         raise ValueError(f"general.alignment is {reprlib.repr(alignment)}")
     return Header(keys, tensors, -(-header.at // alignment) * alignment)

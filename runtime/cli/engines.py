@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
-    MOST_MANIFEST,
+    MAX_MANIFEST,
     Manifest,
     list_engine_folders,
     read_manifest,
@@ -168,7 +168,7 @@ def _list_files(folder: Path) -> set[Path]:
     files = set[Path]()
     for place in (folder, *folder.glob("rank[0-9]*/")):
         try:
-            raw = read_json(place / MANIFEST, MOST_MANIFEST)
+            raw = read_json(place / MANIFEST, MAX_MANIFEST)
             if place == folder or raw["rank"] is not None:
                 names = (PurePosixPath(name) for name in [*raw["files"], MANIFEST])
                 files |= {place / name for name in names if ".." not in name.parts}

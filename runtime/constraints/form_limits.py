@@ -11,7 +11,7 @@ LONGEST = 256 * 1024  # characters of a form
 LONGEST_GRAMMAR = 32 * 1024  # characters of a Lark grammar without the schemas in it
 LONGEST_GBNF = 8 * 1024  # characters; its translation takes quadratic time
 # Where compilation takes quadratic time, the sum of the squared sizes is limited to the square.
-MOST_PROPERTIES = 3000
+MAX_PROPERTIES = 3000
 LONGEST_PATTERN = 8 * 1024
 SCHEMA = re.compile(r"%json\s*")
 PATTERN = re.compile(r"/(?:[^/\\\n]|\\.)+/")
@@ -43,7 +43,7 @@ def _check_schemas(schemas: list[Any]) -> None:
         [entry[name] for entry in objects if isinstance(entry.get(name), dict)]
         for name in ("properties", "patternProperties")
     )
-    _check_squares("properties", map(len, named), MOST_PROPERTIES)
+    _check_squares("properties", map(len, named), MAX_PROPERTIES)
     patterns = [entry["pattern"] for entry in objects if isinstance(entry.get("pattern"), str)]
     patterns += [pattern for entry in matched for pattern in entry]
     _check_squares("characters of patterns", map(len, patterns), LONGEST_PATTERN)

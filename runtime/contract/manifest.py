@@ -28,7 +28,7 @@ SHARED = "{}.shared.json"  # of one program: names of the weights that it reads 
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 MAX_SIZE = 1 << 32  # of a dimension of a state
 COPY_AGAIN = "copy it again or rebuild the engine"  # advice for a file that has changed
-MOST_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
+MAX_MANIFEST = 1 << 22  # bytes; the manifests of large models have a few hundred thousand
 PROBE_VERSION = 2  # of the rules and trials by which a build calls an engine exact
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
@@ -283,7 +283,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Parse `folder/engine.json`; raise EngineFormatError that says what to do."""
     path = folder / MANIFEST
     try:
-        raw = read_json(path, MOST_MANIFEST)
+        raw = read_json(path, MAX_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
         raise EngineFormatError(f"{folder}: {what}{_suggest_engine(folder)}") from None

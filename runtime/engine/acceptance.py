@@ -23,7 +23,7 @@ IDLE_CHANGE = 0.002  # in a step without drafts; lower, as a doubtful belief lea
 FACTOR_WEIGHT = 40.0  # a position's factor starts as 1, with the weight of this many drafts
 FACTOR_INTERVAL = 16  # steps after which the factors are learnt anew
 FACTOR_DECAY = 0.98  # older drafts keep this share of their weight then
-MOST_FACTOR, MOST_RATE = 1.2, 0.99
+MAX_FACTOR, MAX_RATE = 1.2, 0.99
 
 
 class AcceptanceModel:
@@ -49,7 +49,7 @@ class AcceptanceModel:
             self._judged *= FACTOR_DECAY
             self._accepted *= FACTOR_DECAY
             learnt = (self._accepted + FACTOR_WEIGHT) / (self._judged + FACTOR_WEIGHT)
-            self._set_factors(np.minimum(learnt, MOST_FACTOR) / learnt[0])
+            self._set_factors(np.minimum(learnt, MAX_FACTOR) / learnt[0])
         return belief + change * (PRIOR - belief)
 
     def _compute_likelihood(self, accepted: int, drafted: int) -> Floats:
@@ -62,7 +62,7 @@ class AcceptanceModel:
         return likelihood
 
     def _set_factors(self, factors: Floats) -> None:
-        self._rates = np.minimum(LEVELS[:, None] * factors, MOST_RATE)  # [levels, nextn]
+        self._rates = np.minimum(LEVELS[:, None] * factors, MAX_RATE)  # [levels, nextn]
         ones = np.ones((len(LEVELS), 1), np.float32)
         # [levels, nextn + 1]: the probability that the first k drafts are accepted
         self._reached = np.concatenate([ones, np.cumprod(self._rates, 1)], 1)

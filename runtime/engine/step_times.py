@@ -45,7 +45,7 @@ SHARE_PER_DRAFT = 0.3
 # nothing: if the machine has another speed now, the next step tells.
 SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 2.0, 100.0, 6e-5, 1e-6
 NOISE, DISTURBED = 0.01, 4.0
-LEAST_DOUBT, DOUBT_PER_DAY, MOST_DOUBT = 0.4, 0.01, 0.5
+LEAST_DOUBT, DOUBT_PER_DAY, MAX_DOUBT = 0.4, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
 OFF_RATIO, OFF_STEPS, PATIENCE = 1.25, 50, 10
@@ -149,7 +149,7 @@ class StepTimes:
         identity = np.outer(drafts, drafts) + np.eye(self._nextn + 1)
         self._errors = self._kept = np.log(table.factors or np.ones(self._nextn + 1))
         days = max(time.time() - table.measured, 0) / 86400
-        doubt = min(LEAST_DOUBT + DOUBT_PER_DAY * days + table.spread, MOST_DOUBT)
+        doubt = min(LEAST_DOUBT + DOUBT_PER_DAY * days + table.spread, MAX_DOUBT)
         self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * identity
         self._drift = SHARED_DRIFT + OWN_DRIFT * identity
         self._factors = np.exp(self._errors)

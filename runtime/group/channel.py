@@ -98,7 +98,7 @@ class Channel:
         name, digest, *arguments = message
         if digest not in (None, self.digest):
             raise EngineError(
-                f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
+                f"rank {self.rank} got other tokens than rank 0: run all ranks on CPUs of one kind"
             )
         return name, arguments
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 SUFFIX = ".rows"
-MOST_WAITING = 1 << 28  # bytes of entries that wait to be written
+MAX_WAITING = 1 << 28  # bytes of entries that wait to be written
 log = logging.getLogger("mtpbuild")
 
 
@@ -74,7 +74,7 @@ class PrefixFolder:
         If the disk is too slow, some entries are not written, so that the queue stays small.
         """
         size = sum(array.nbytes for array in arrays.values())
-        if self._queued + size - self._written > MOST_WAITING:
+        if self._queued + size - self._written > MAX_WAITING:
             return
         self._queued += size
         span = entry.span

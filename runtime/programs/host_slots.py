@@ -33,7 +33,7 @@ LARGE = 1 << 24  # bytes from which a cache returns unused memory to the system
 FILLING = (PREFILL, SCORE, FILL_DRAFTER)  # programs that run on a chunk of tokens
 # Tokens that a drafter misses at most before it is given them. So steps without drafts read its
 # module's weights once in so many tokens.
-MOST_MISSED = 32
+MAX_MISSED = 32
 
 
 class HostMemory:
@@ -61,7 +61,7 @@ class HostSlots(Slots):
             for name, program in manifest.programs.items()
             if name not in FILLING
         }
-        self._most_missed = min(MOST_MISSED, manifest.build.prefill_chunk)
+        self._most_missed = min(MAX_MISSED, manifest.build.prefill_chunk)
 
     def drafts(self, slot: int) -> list[int]:
         carries = self._carries[self._now]

@@ -43,7 +43,9 @@ def make_step_controls(
         tuple(sorted(params.end_ids(manifest.model.eos_token_ids))) if params.min_tokens else ()
     )
     if len(banned) > MAX_BANNED:
-        wrong = f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}"
+        wrong = (
+            f"min_tokens: at most {MAX_BANNED} tokens may end texts beside it, not {len(banned)}"
+        )
         raise RequestError(wrong, "min_tokens")
     bias = params.logit_bias or {}
     controls = StepControls(

@@ -15,7 +15,7 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.text import template_process
 from mtpbuild.runtime.text.template_process import MEMORY, SECONDS, Answer
 
-MOST_PROCESSES = 4  # so that a slow rendering, of up to 2 s, delays few others
+MAX_PROCESSES = 4  # so that a slow rendering, of up to 2 s, delays few others
 
 
 class TemplateProcess:
@@ -65,11 +65,11 @@ class TemplateProcess:
 
 
 class TemplatePool:
-    """Up to MOST_PROCESSES processes, each of which renders one prompt at a time."""
+    """Up to MAX_PROCESSES processes, each of which renders one prompt at a time."""
 
     def __init__(self) -> None:
         self._idle: list[TemplateProcess] = []
-        self._turns = threading.BoundedSemaphore(MOST_PROCESSES)
+        self._turns = threading.BoundedSemaphore(MAX_PROCESSES)
 
     def answer(self, request: bytes) -> Answer:
         with self._turns:

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import IO, Any, NoReturn
 
 SECONDS, MEMORY = 2.0, 256 << 20  # per rendering; memory in addition to an idle process's
-MOST_TEXT = 16 << 20  # bytes of a prompt; no engine takes that many
-MOST_REASON = 1000  # characters of a template's own error message
+MAX_TEXT = 16 << 20  # bytes of a prompt; no engine takes that many
+MAX_REASON = 1000  # characters of a template's own error message
 DONE, REFUSED, SYNTAX, LIMIT = b"dryl"  # the first byte of an answer, before its text
 OUT_OF_MEMORY = 77  # exit code
 Answer = tuple[int, str]
@@ -31,8 +31,8 @@ def main() -> None:
             set_alarm(SECONDS)
             kind, text = render(compiled, *marshal.loads(request))
             answer = bytes([kind]) + text.encode("utf-8", "surrogatepass")
-            if len(answer) > MOST_TEXT:
-                answer = bytes([LIMIT]) + f"it writes more than {MOST_TEXT >> 20} MB".encode()
+            if len(answer) > MAX_TEXT:
+                answer = bytes([LIMIT]) + f"it writes more than {MAX_TEXT >> 20} MB".encode()
             set_alarm(0)
             write_block(answers, answer)
     except MemoryError:
@@ -51,7 +51,7 @@ def render(compiled: Any, source: str, variables: dict[str, Any]) -> Answer:
     except MemoryError:
         raise
     except Exception as error:  # a template is a program and can fail in any way
-        return REFUSED, str(error)[:MOST_REASON]
+        return REFUSED, str(error)[:MAX_REASON]
 
 
 def limit_memory() -> None:

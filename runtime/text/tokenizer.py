@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError, RequestError, UsageError
-from mtpbuild.runtime.files import MOST_TOKENIZER, check_regular
+from mtpbuild.runtime.files import MAX_TOKENIZER, check_regular
 from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates, Message
 from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
@@ -171,7 +171,7 @@ class Tokenizer:
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer.json whose tokens stand for bytes; raise ValueError that names the file."""
     try:
-        check_regular(path, MOST_TOKENIZER)
+        check_regular(path, MAX_TOKENIZER)
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ValueError(f"{path}: not a tokenizer ({error})") from None

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import MANIFEST, MOST_MANIFEST, read_manifest
+from mtpbuild.runtime.contract.manifest import MANIFEST, MAX_MANIFEST, read_manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.sampling.defaults import read_generation_defaults
 from tests.support.checkpoints import SMALLEST, random_checkpoint
@@ -99,7 +99,7 @@ def test_an_engine_of_links(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b" " * (MOST_MANIFEST + 1), "bytes, of which"), (b"[" * 100_000, "nested too deeply"),
+    [(b" " * (MAX_MANIFEST + 1), "bytes, of which"), (b"[" * 100_000, "nested too deeply"),
      (b'{"format_version": ' + b"9" * 5000 + b"}", "not readable as JSON")],
     ids=["large", "deep", "a long number"],
 )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 from mtpbuild.runtime.errors import RequestError, TemplateLimitError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
-from mtpbuild.runtime.text.template_pool import MOST_PROCESSES
+from mtpbuild.runtime.text.template_pool import MAX_PROCESSES
 from mtpbuild.runtime.text.template_process import MEMORY, SECONDS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -106,8 +106,8 @@ def test_values_arrive_as_they_are() -> None:
 
 
 def test_one_that_takes_its_time_delays_no_other() -> None:
-    with ThreadPoolExecutor(MOST_PROCESSES) as threads:
-        slow = [threads.submit(refused, LOOPS, "2 seconds") for _ in range(MOST_PROCESSES - 1)]
+    with ThreadPoolExecutor(MAX_PROCESSES) as threads:
+        slow = [threads.submit(refused, LOOPS, "2 seconds") for _ in range(MAX_PROCESSES - 1)]
         answers = [one("{{ messages[0].content }}").render(MESSAGES) for _ in range(20)]
         assert not any(each.done() for each in slow)
         assert answers == ["hi"] * 20
