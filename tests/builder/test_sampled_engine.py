@@ -130,7 +130,7 @@ def test_no_end_before_min_tokens(
         wanted.append(int(logits.argmax()))
     with Engine.load(engine, threads=1) as loaded:
         result = loaded.generate(prompt, params)
-        with pytest.raises(RequestError, match="at most 16 stop tokens"):
+        with pytest.raises(RequestError, match="at most 16 tokens may end texts"):
             loaded.generate(prompt, replace(params, stop_token_ids=list(range(17))))
     assert result.token_ids == wanted
 
