@@ -92,7 +92,7 @@ class FirstDraft(OfModel):
         rows = self.model.rope(start, hidden.shape[1])
         x = self.model.draft_input(0, emitted, hidden, rows)
         x, cache = module.forward_last(x, state[MTP_CACHE], rows, at)
-        return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
+        return {MTP_CACHE: cache}, {"hidden": module.compute_next_hidden(x)}
 
 
 class FurtherDraft(OfModel):
@@ -114,7 +114,7 @@ class FurtherDraft(OfModel):
         rows = self.model.rope(start, 1, offset=before)
         x = self.model.draft_input(0, draft, hidden, rows)
         x, side = module.forward_uncached(x, cache, side, rows)
-        return {}, {"hidden": module.norm(x), "side": side}
+        return {}, {"hidden": module.compute_next_hidden(x), "side": side}
 
 
 class DraftHead(OfModel):
