@@ -18,6 +18,7 @@ from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFI
 AT = "tokenizer.ggml."
 NORMAL, UNUSED = 1, 5  # types of tokens in the vocabulary; others are added ones
 CONTROL, BYTE = 3, 6
+SCORED = "llama"  # what GGUF calls SentencePiece's kind of tokenizers
 # Ends the patterns that split texts into words.
 WHITE_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -30,6 +31,7 @@ class WordSplit:
 
     patterns: tuple[str, ...]
     normalised: bool = False  # whether texts are brought to NFC before
+    adds_bos: bool = False  # whether texts begin with BOS if no key says so
     whole_words: bool = False  # whether a word of the vocabulary is one token whatever the merges
 
 
@@ -60,7 +62,8 @@ def tokenizer_files(file: GgufFile, beside: Path, splits: WordSplits) -> Iterato
         if type(number := keys.get(f"{AT}{key}_token_id")) is int and 0 <= number < len(tokens)
     }
     flags = {key: keys[AT + key] for key in ("add_bos_token", "add_eos_token") if AT + key in keys}
-    if keys.get(f"{AT}model") == "llama" or file.tokenizer == "llama-bpe":
+    split = splits.get(file.tokenizer)
+    if keys.get(f"{AT}model") == SCORED or (split is not None and split.adds_bos):
         flags.setdefault("add_bos_token", True)  # as llama.cpp does
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
     yield TOKENIZER_CONFIG, json.dumps(config, ensure_ascii=False)
@@ -84,7 +87,7 @@ def make_generation_config(keys: Keys) -> dict[str, Any]:
 def make_tokenizer(file: GgufFile, splits: WordSplits) -> Tokenizer | None:
     """Make a BPE; None if it is of another kind, or its splitting is not known."""
     kind = file.keys.get(f"{AT}model")
-    if kind == "llama" and isinstance(file.keys.get(f"{AT}scores"), list | memoryview):
+    if kind == SCORED and isinstance(file.keys.get(f"{AT}scores"), list | memoryview):
         return make_scored_tokenizer(file)
     split = splits.get(file.tokenizer)
     if kind != "gpt2" or split is None or f"{AT}merges" not in file.keys:
@@ -172,6 +175,6 @@ def explain_unknown_split(file: GgufFile, splits: WordSplits) -> str | None:
     """Return why no tokenizer is made from the keys; None if one is, or if there are no tokens."""
     kind = str(file.keys.get(f"{AT}model"))
     known = file.tokenizer in splits if kind == "gpt2" else f"{AT}scores" in file.keys
-    if f"{AT}tokens" not in file.keys or (kind in ("gpt2", "llama") and known):
+    if f"{AT}tokens" not in file.keys or (kind in ("gpt2", SCORED) and known):
         return None
     return re.sub(r"\s+", " ", f"its tokenizer ({kind}, pre {file.tokenizer}) is not known")

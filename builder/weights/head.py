@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 
 from mtpbuild.builder.checkpoint.config import EAGLE3
@@ -13,6 +12,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3

@@ -97,8 +97,8 @@ FLAGS = {
     "--request-timeout --served-model-name --tensor-parallel-size --threads --tool-call-parser "
     "--verify-hashes",
     "study": "--json --out",
-    "tune-head": "--data --drafter --dtype --epochs --force --held-out --lora --lr --max-tokens "
-    "--model --mtp --nextn --out --weights",
+    "tune-head": "--data --draft-vocab --drafter --dtype --epochs --force --held-out --lora --lr "
+    "--max-tokens --model --mtp --new --nextn --out --prompts-by-model --weights",
     "verify": "--against --engine --exact --huge-pages --json --model --no-cuda-graphs "
     "--output-len --prompts --provider --seeds --threads",
 }

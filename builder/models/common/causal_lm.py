@@ -58,7 +58,7 @@ class CausalLM(nn.Module):
         # An EAGLE-3 head, which takes the modules' place, sets these (`attach_head`).
         self.taps: tuple[int, ...] = ()  # layers whose inputs it reads
         self.join_taps: Callable[[list[Tensor], Tensor], Tensor] | None = None
-        self.draft_rope = rope
+        self.head_rope: Rope | None = None
         self.mtp = nn.ModuleList(modules)
         self.lm_head = parameter(c.hidden_size, V)
         self.rope = rope
@@ -197,11 +197,16 @@ class CausalLM(nn.Module):
             for name in getattr(module, attribute, ())
         )
 
+    @property
+    def draft_rope(self) -> Rope:
+        """The angles of drafts: the trunk's, or an EAGLE-3 head's own."""
+        return self.rope if self.head_rope is None else self.head_rope
+
     def place_drafts(self, rows: Positions) -> Positions:
         """Return positions of the trunk's tokens, as a module has them that reads these tokens."""
-        if self.draft_rope is self.rope:
+        if self.head_rope is None:
             return rows
-        own = self.draft_rope(rows.positions[:, 0], rows.positions.shape[1])
+        own: Positions = self.head_rope(rows.positions[:, 0], rows.positions.shape[1])
         return replace(rows, cos=own.cos, sin=own.sin)
 
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Positions) -> Tensor:

@@ -22,7 +22,9 @@ GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\
 QWEN = {"qwen2": WordSplit((split_words(r"\p{L}"),), normalised=True)}
 LLAMA = {
     "smollm": WordSplit((r"\p{N}", GPT2_WORDS)),
-    "llama-bpe": WordSplit((split_words(r"\p{L}", r"\p{N}{1,3}"),), whole_words=True),
+    "llama-bpe": WordSplit(
+        (split_words(r"\p{L}", r"\p{N}{1,3}"),), whole_words=True, adds_bos=True
+    ),
 }
 PERMUTED = re.compile(r"attn_(q|k)\.weight")
 

@@ -18,7 +18,7 @@ def attach_head(model: CausalLM) -> CausalLM:
     head = Eagle3Module(c)
     model.mtp = nn.ModuleList([head])
     model.taps, model.join_taps = c.taps or (), head.join_taps
-    model.draft_rope = Rope(c.rope, c.rotary_dim)
+    model.head_rope = Rope(c.rope, c.rotary_dim)
     if c.has_head:
         head.lm_head = parameter(c.hidden_size, c.drafted)
         model.draft_head = None
