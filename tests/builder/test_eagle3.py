@@ -163,6 +163,7 @@ def test_refusals(flags: tuple[str, ...], why: str, tmp_path: Path) -> None:
 BAD: list[tuple[Change, str]] = [
     ({"hidden_size": 20}, "hidden_size 20 is not the trunk's 24, so it needs its own embed_tokens"),
     ({"target_hidden_size": 99}, "its trunk has hidden_size 99, the model 24"),
+    ({"vocab_size": 62}, "its trunk has vocab_size 62, the model 61: this head is another model's"),
     ({TAPS: [0, 1, 7]}, "[0, 1, 7]: the trunk has 2 layers"),
     ({TAPS: "all"}, "must be a list of layers, not 'all'"),
     ({"draft_vocab_size": 44}, "d2t does not name 44 tokens"),

@@ -65,11 +65,14 @@ class Eagle3Config(GroupedConfig):
         if any(not 0 <= tap <= L for tap in taps):
             raise CheckpointError(f"{TAPS} {[*taps]}: the trunk has {L} layers")
         width = config.target_hidden_size or config.hidden_size
-        if width != trunk.hidden_size:
-            raise CheckpointError(
-                f"its trunk has hidden_size {width}, the model {trunk.hidden_size}: this head is "
-                "another model's"
-            )
+        for key, theirs, ours in (
+            ("hidden_size", width, trunk.hidden_size),
+            ("vocab_size", config.vocab_size, trunk.vocab_size),
+        ):
+            if theirs != ours:
+                raise CheckpointError(
+                    f"its trunk has {key} {theirs}, the model {ours}: this head is another model's"
+                )
         wanted = {"embed_tokens.weight", "lm_head.weight"} if config.hidden_size != width else set()
         if missing := sorted(wanted - tensors):
             raise CheckpointError(
