@@ -133,4 +133,9 @@ def main(action: str, *formats: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] not in (["fetch"], ["measure"]):
+        sys.exit("error: give fetch, or measure and formats such as int8")
+    try:
+        main(*sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"error: {error}")

@@ -47,7 +47,11 @@ DIALECTS: dict[str, tuple[Change, bool, str]] = {
         False,
         "layers.0",
     ),
-    "no taps": ({"use_aux_hidden_state": False, TAPS: []}, False, "midlayer"),
+    "no taps": (
+        {"use_aux_hidden_state": False, TAPS: [], "norm_before_fc": True},
+        False,
+        "midlayer",
+    ),
     "narrow": ({TAPS: [1, 2], "hidden_size": 20, "head_dim": 6, "draft_vocab_size": 50}, True,
                "midlayer"),
 }  # fmt: skip
@@ -168,6 +172,7 @@ BAD: list[tuple[Change, str]] = [
     ({TAPS: "all"}, "must be a list of layers, not 'all'"),
     ({"draft_vocab_size": 44}, "d2t does not name 44 tokens"),
     ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; supported: 1"),
+    ({"layer_types": 5, "num_hidden_layers": 3}, "num_hidden_layers 3 is not supported"),
     ({"layer_types": ["sliding_attention"]}, "a head with a sliding window is not supported"),
 ]
 

@@ -57,7 +57,7 @@ class Eagle3Config(GroupedConfig):
         for some in (*nested, raw):
             if isinstance(some, dict):
                 values |= {name: value for name, value in some.items() if value is not None}
-        if "sliding_attention" in (values.get("layer_types") or ()):
+        if "sliding_attention" in str(values.get("layer_types")):
             raise CheckpointError("a head with a sliding window is not supported")
         config = cls.read(Reader(values))
         L = trunk.num_hidden_layers

@@ -49,7 +49,7 @@ class Eagle3Module(DraftLayer):
         self.config = c
         self.input_layernorm = PairNorm(h, c.rms_norm_eps)
         self.norm = RMSNorm(h, c.rms_norm_eps)
-        self.input_norm = RMSNorm(inputs, c.rms_norm_eps) if c.norm_before_fc else None
+        self.input_norm = RMSNorm(inputs, c.rms_norm_eps) if inputs and c.norm_before_fc else None
         taps = (c.taps or ()) if c.fc_norm else ()
         self.fc_norm = nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps) for _ in taps)
         self.fc = parameter(inputs, h) if inputs else None
