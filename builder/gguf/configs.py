@@ -9,11 +9,13 @@ Config = dict[str, Any]
 SIGMOID = 2  # of `expert_gating_func`
 
 
-def read_sizes(file: GgufFile) -> Config:
-    """Return what all architectures have in config.json."""
-    embedding = file.tensor("token_embd.weight")
+def read_sizes(file: GgufFile, tokens: int | None = None) -> Config:
+    """Return what all architectures have in config.json.
+
+    tokens: the size of the vocabulary, if the file may have no embedding.
+    """
     return {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": tokens or file.tensor("token_embd.weight").shape[0],
         "hidden_size": file.key("embedding_length"),
         "num_hidden_layers": file.layers,
         "num_attention_heads": file.key("attention.head_count"),

@@ -13,6 +13,7 @@ from mtpbuild.builder.checkpoint.shards import find_shards
 from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
 from mtpbuild.builder.formats import name_own
 from mtpbuild.builder.gguf.container import find_own_path
+from mtpbuild.builder.gguf.mapped import GgufWeight
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf, list_gguf_weights
@@ -24,13 +25,18 @@ from mtpbuild.runtime.safetensors_header import Header
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
-        tensors = {
-            name: FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
-            for weight in list_gguf_weights(folder)
-            for name, entry, source in weight.entries()
-        }
-        return Checkpoint(find_own_path(find_trunk(folder)), tensors, 0, {})
+        return describe_gguf(find_own_path(find_trunk(folder)), list_gguf_weights(folder))
     return collect_tensors(folder, map(list_entries, find_shards(folder)))
+
+
+def describe_gguf(path: Path, weights: Iterable[GgufWeight]) -> Checkpoint:
+    """Return the checkpoint of a GGUF file's weights."""
+    tensors = {
+        name: FileEntry(entry.dtype, entry.shape, weight.file, name, source=source)
+        for weight in weights
+        for name, entry, source in weight.entries()
+    }
+    return Checkpoint(path, tensors, 0, {})
 
 
 def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Checkpoint:

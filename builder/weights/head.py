@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -12,10 +13,18 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.gguf.choice import ENDING, HEAD
+from mtpbuild.builder.gguf.container import IDS, GgufFile, find_shard_paths, read_file
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
+from mtpbuild.builder.models.eagle3.gguf import (
+    ARCHITECTURE,
+    list_head_weights,
+    read_head_values,
+    read_ids,
+)
 from mtpbuild.builder.models.eagle3.weights import rename_tensor
 from mtpbuild.builder.models.modules import (
     PREFIXES,
@@ -28,9 +37,11 @@ from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.files import (
     collect_tensors,
     cut_tensors,
+    describe_gguf,
     list_entries,
     open_checkpoint,
 )
+from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf
 from mtpbuild.runtime.errors import CheckpointError
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
@@ -40,20 +51,37 @@ BITS = 256
 
 def find_head_files(place: Path) -> list[Path]:
     """Return the files that --mtp names: one, a checkpoint's, or all of a folder's."""
-    if place.suffix == ".gguf":
-        raise CheckpointError(
-            f"--mtp {place}: heads are read from safetensors files; beside a GGUF trunk a head is "
-            "found if its file is called mtp-NAME.gguf"
-        )
     if place.is_file():
-        return [place]
+        return find_shard_paths(place)
     if not place.is_dir():
         raise CheckpointError(f"--mtp {place}: no such file or folder")
     if has_weights(place):
         return find_shards(place)
     if files := sorted(place.glob("*.safetensors")):
         return files
+    if holds_gguf(place):
+        return find_shard_paths(find_trunk(place))
     raise CheckpointError(f"--mtp {place}: no safetensors file is in this folder")
+
+
+def read_gguf_head(place: Path) -> GgufFile | None:
+    """Read an EAGLE-3 head in a GGUF file; return None if the place has safetensors files."""
+    path = find_head_files(place)[0]
+    if path.suffix != ENDING:
+        return None
+    if (file := read_file(path)).architecture != ARCHITECTURE:
+        raise CheckpointError(
+            f"--mtp {place}: architecture {file.architecture}: {ARCHITECTURE} alone is read here; "
+            f"an MTP head of a GGUF trunk lies beside it as {HEAD}NAME.gguf"
+        )
+    return file
+
+
+def read_head_file(place: Path) -> dict[str, Any]:
+    """Return the config.json beside a head, or what its GGUF file says instead; {} if neither."""
+    if (file := read_gguf_head(place)) is not None:
+        return read_head_values(file)
+    return read_object(find_head_files(place)[0].parent / CONFIG) or {}
 
 
 def open_head(place: Path, config: ModelConfig) -> Checkpoint:
@@ -62,15 +90,14 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     Their number formats are their own: the settings are those of a config.json beside them. Raises
     CheckpointError if there are none, or if they are another model's.
     """
+    if (file := read_gguf_head(place)) is not None:
+        return rename_head(describe_gguf(file.path, list_head_weights(file)))
     files, family = find_head_files(place), find_family_of(config)
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
-    if is_eagle3(read_object(folder / CONFIG) or {}):
-        opened = collect_tensors(folder, [stored])
-        named = {rename_tensor(name): entry for name, entry in opened.tensors.items()}
-        tensors = {name: entry for name, entry in named.items() if name is not None}
-        return replace(opened, tensors=tensors, tower=0)
+    if is_eagle3(read_head_file(place)):
+        return rename_head(collect_tensors(folder, [stored]))
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored])
     names = name_modules(config, opened.tensors)
@@ -82,6 +109,13 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
         first = config.name_module(0)
         raise CheckpointError(f"--mtp {place}: no tensor of MTP layer {first} is there")
     return replace(opened, tensors=tensors, tower=0)
+
+
+def rename_head(head: Checkpoint) -> Checkpoint:
+    """Return an EAGLE-3 head's weights under their names in the model, without its ids."""
+    named = {rename_tensor(name): entry for name, entry in head.tensors.items()}
+    tensors = {name: entry for name, entry in named.items() if name is not None}
+    return replace(head, tensors=tensors, tower=0)
 
 
 def refuse_other_model(
@@ -108,7 +142,7 @@ def refuse_other_model(
 def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelConfig:
     """Return the configuration of a trunk in `folder` with the modules or the head in `place`."""
     head = open_head(place, config)
-    raw = read_object(head.folder / CONFIG) or {}
+    raw = read_head_file(place)
     if not is_eagle3(raw):
         modules = count_stored_modules(find_family_of(config), config, head.tensors)
         return load_config(folder, modules)
@@ -124,19 +158,31 @@ def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelCon
 def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:
     """Return the trunk's id of each token that an EAGLE-3 head drafts; () if these are all.
 
-    The tensor d2t has the differences of the two ids.
+    The tensor d2t has the differences of the two ids in safetensors, the trunk's in GGUF.
     """
-    for file in find_head_files(place):
-        if any(entry.name == "d2t" for entry in list_entries(file)):
+    if (head := read_gguf_head(place)) is not None:
+        ids = read_ids(head)
+    else:
+        ids = find_drafted_ids(find_head_files(place))
+    if ids is None:
+        if config.drafted == config.vocab_size:
+            return ()
+        drafted = f"draft_vocab_size {config.drafted}"
+        raise CheckpointError(f"--mtp {place}: {drafted}, but there is no d2t")
+    if len(ids) != config.drafted or not all(0 <= i < config.vocab_size for i in ids):
+        raise CheckpointError(f"--mtp {place}: d2t does not name {config.drafted} tokens")
+    return tuple(ids)
+
+
+def find_drafted_ids(files: Iterable[Path]) -> list[int] | None:
+    """Return the trunk's ids that the tensor d2t of safetensors files tells; None without one."""
+    for file in files:
+        if any(entry.name == IDS for entry in list_entries(file)):
             with safe_open(file, framework="pt") as opened:
-                differences = opened.get_tensor("d2t")
-            ids = tuple((differences + torch.arange(len(differences))).tolist())
-            if len(ids) != config.drafted or not all(0 <= i < config.vocab_size for i in ids):
-                raise CheckpointError(f"{file}: d2t does not name {config.drafted} tokens")
+                differences = opened.get_tensor(IDS)
+            ids: list[int] = (differences + torch.arange(len(differences))).tolist()
             return ids
-    if config.drafted == config.vocab_size:
-        return ()
-    raise CheckpointError(f"--mtp {place}: draft_vocab_size {config.drafted}, but there is no d2t")
+    return None
 
 
 def join_head(checkpoint: Checkpoint, place: Path, config: ModelConfig) -> Checkpoint:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import open_model
-from mtpbuild.builder.weights.head import read_head_config
+from mtpbuild.builder.weights.head import open_head, read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.eagle3 import PlainEagle3, make_head
@@ -103,6 +104,79 @@ def load_with_head(place: Path, name: str, dialect: str) -> tuple[CausalLM, Plai
     values = dict(join_slices(convert_weights(model.checkpoint, model.table)))
     program.load_state_dict(values, assign=True, strict=True)
     return program.eval(), PlainEagle3(trunk, model.config, raw, weights)
+
+
+GGUF_NAMES = {
+    "fc": "fc", "input_norm": "enc.output_norm", "norm": "output_norm",
+    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "blk.0.attn_norm",
+    "hidden_norm": "blk.0.attn_norm_2", "post_attention_layernorm": "blk.0.ffn_norm",
+    **{f"self_attn.{x}_proj": f"blk.0.attn_{x}" for x in "qkv"},
+    "self_attn.o_proj": "blk.0.attn_output",
+    **{f"mlp.{x}_proj": f"blk.0.ffn_{x}" for x in ("gate", "up", "down")},
+}  # fmt: skip
+
+
+def write_gguf_head(path: Path, raw: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    """Write a head as llama.cpp's converter does, in F32."""
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_block_count(1)
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_key_length(raw["head_dim"])
+    writer.add_rope_dimension_count(raw["head_dim"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+    writer.add_array("eagle3.target_layers", raw[TAPS])
+    writer.add_uint32("eagle3.target_hidden_size", raw["target_hidden_size"])
+    for key in ("norm_before_residual", "norm_before_fc"):
+        writer.add_bool(f"eagle3.{key}", raw.get(key, False))
+    heads = {"q": raw["num_attention_heads"], "k": raw["num_key_value_heads"]}
+    for name, value in weights.items():
+        if name == "d2t":
+            writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
+            continue
+        renamed = GGUF_NAMES[name.removeprefix("layers.0.").removesuffix(".weight")]
+        if (part := renamed.rpartition("_")[2]) in heads:  # pairs side by side, as Llama's
+            value = value.reshape(heads[part], 2, -1, value.shape[-1]).swapaxes(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{renamed}.weight", value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("dialect", ["eagle", "specforge", "narrow"])
+def test_a_gguf_head_is_the_one_that_it_was_made_from(dialect: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    raw, weights = save_head(tmp_path / "head", dialect, trunk)
+    raw["rms_norm_eps"] = 2**-17  # a file has it in fp32
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 2**-17}))
+    file = write_gguf_head(tmp_path / "head.gguf", raw, weights)
+    config = load_config(folder)
+    first, second = (read_head_config(p, folder, config) for p in (tmp_path / "head", file))
+    assert first == second
+    wanted, read = (open_head(place, config) for place in (tmp_path / "head", file))
+    assert wanted.tensors.keys() == read.tensors.keys()
+    for name in wanted.tensors:
+        assert torch.equal(wanted.read(name), read.read(name)), name
+
+
+def test_other_gguf_files_are_no_head(tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    line = refusal("build", "--model", folder, "--mtp", tmp_path / "a.gguf", code=1)
+    assert line.startswith(f"--mtp {tmp_path / 'a.gguf'}: architecture llama: eagle3 alone")
 
 
 TRUNKS = [("qwen3", dialect) for dialect in DIALECTS]

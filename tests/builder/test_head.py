@@ -253,5 +253,3 @@ def test_heads_of_other_models(damage: str, trunk: Path, head: Path, tmp_path: P
     assert says in line
     nothing = refusal("build", "--model", trunk, "--mtp", tmp_path / "no", code=1)
     assert nothing == f"--mtp {tmp_path / 'no'}: no such file or folder"
-    file = refusal("build", "--model", trunk, "--mtp", tmp_path / "head.gguf", code=1)
-    assert "heads are read from safetensors files" in file

@@ -41,10 +41,10 @@ def list_qwen3() -> tuple[Architecture, ...]:
     return (Architecture("qwen3", read_dense_config, LAYER, splits=QWEN),)
 
 
-def read_dense_config(file: GgufFile) -> Config:
+def read_dense_config(file: GgufFile, tokens: int | None = None) -> Config:
     heads = file.key("attention.head_count")
     return {
-        **read_sizes(file),
+        **read_sizes(file, tokens),
         "intermediate_size": file.key("feed_forward_length"),
         "num_key_value_heads": file.key("attention.head_count_kv", heads),
         "head_dim": file.key("attention.key_length", file.key("embedding_length") // heads),
@@ -52,10 +52,10 @@ def read_dense_config(file: GgufFile) -> Config:
     }
 
 
-def read_llama_config(file: GgufFile) -> Config:
+def read_llama_config(file: GgufFile, tokens: int | None = None) -> Config:
     if experts := file.key("expert_count", 0):
         raise CheckpointError(f"{file.path}: expert_count {experts} is not supported; supported: 0")
-    config = read_dense_config(file)
+    config = read_dense_config(file, tokens)
     if FACTORS in file.tensors:
         config["rope_parameters"] = read_llama3(file, config)
     return config
