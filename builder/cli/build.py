@@ -48,6 +48,11 @@ def build(
         "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers.",
         panel="Weights",
     ),
+    weight_bits: float | None = flag(
+        None,
+        "With --weights int4, bits of a weight on average, such as 5.0: some are int8 then.",
+        panel="Weights",
+    ),
     calibration: CalibrationFlags,
     nextn: str | None = drafts_flag(
         None,
@@ -93,7 +98,9 @@ def build(
         ranks=read_requested_ranks(settings),
         layers=None if layers is None else parse_layers(layers),
         scheme=add_calibration(
-            build_scheme(weights, head_weights), calibration.calibrate, calibration.calibration_text
+            build_scheme(weights, head_weights, weight_bits),
+            calibration.calibrate,
+            calibration.calibration_text,
         ),
         acceptance_rules=tuple(acceptance_rule or ()),
         options=options,

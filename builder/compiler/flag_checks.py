@@ -130,6 +130,7 @@ def name_suffix(request: BuildRequest, style: GraphStyle, draft_ids: tuple[int, 
     suffix = f"_{request.target}" if style.for_gpu else ""
     suffix += "_bf16" if style.dtype == "bfloat16" else ""
     suffix += f"_{request.scheme.main or FLOATS}" if request.scheme else ""
+    suffix += f"_{bits:g}bits" if request.scheme and (bits := request.scheme.bits) else ""
     suffix += f"_draft{len(draft_ids)}" if draft_ids else ""
     return suffix + "".join(f"_{name}" for name in request.acceptance_rules) + request.ranks.suffix
 

@@ -31,7 +31,7 @@ FROM_CONFIG = (  # fields of ModelInfo that the configuration has by the same na
 )
 FROM_PLAN = (  # fields of BuildInfo that the plan has by the same names
     *("nextn", "drafter", "adaptive", "max_batch", "max_seq_len", "capacity", "prefill_chunk"),
-    *("quantised_to", "head_weights", "calibrated", "draft_vocab", "dtype"),
+    *("quantised_to", "head_weights", "weight_bits", "calibrated", "draft_vocab", "dtype"),
 )
 
 
@@ -93,6 +93,7 @@ def make_build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool |
         weights=model.weights_type,
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
+        int8_modules=model.scheme.finer if model.scheme else (),
         balanced_keys=model.balanced_keys,
         exact=exact,
         probe_version=PROBE_VERSION,

@@ -41,6 +41,7 @@ from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.drafter_weights import find_brought_files
+from mtpbuild.builder.weights.finer import spend_bits
 from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.manifest import (
@@ -232,6 +233,7 @@ def plan_each(
     length = min(limit_context(config), USUAL) if length is None else length
     ids = choose_draft_ids(request, nextns, source.folder, config)
     suffix = name_suffix(request, style, ids)
+    scheme = spend_bits(request.scheme, config)
     engines = dict[Path, Plan]()
     for asked in nextns:
         nextn = count_drafts(asked)
@@ -249,7 +251,7 @@ def plan_each(
             ranks=request.ranks,
             compute_capabilities=capabilities,
             adaptive=asked == "auto",
-            scheme=request.scheme,
+            scheme=scheme,
             rules=request.acceptance_rules,
             score=request.score,
             draft_ids=ids,  # nextn 0 too: engines of one build share their weights

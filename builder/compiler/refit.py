@@ -26,7 +26,7 @@ from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets import configure_target
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.drafter_weights import PREFIX, find_brought_files
-from mtpbuild.builder.weights.scheme import make_engine_scheme
+from mtpbuild.builder.weights.scheme import read_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     PREFIXES,
@@ -151,7 +151,7 @@ def open_model(
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
         brought=find_brought_files(old.build.drafter if brings else None, source.config),
-        scheme=make_engine_scheme(old.build.quantised_to, old.build.head_weights),
+        scheme=read_scheme(old.build),
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

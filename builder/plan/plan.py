@@ -68,6 +68,11 @@ class Plan:
         return None if self.scheme is None else self.scheme.head
 
     @property
+    def weight_bits(self) -> float | None:
+        """The bits that int4 weights may take on average; None: what they take by themselves."""
+        return None if self.scheme is None else self.scheme.bits
+
+    @property
     def calibrated(self) -> str | None:
         """The text that int4 weights are calibrated with; None if they are not."""
         return None if self.scheme is None else self.scheme.calibration

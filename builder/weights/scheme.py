@@ -13,11 +13,12 @@ from typing import TypeVar, get_args
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.checks import check_one_of
-from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
+from mtpbuild.runtime.contract.manifest import BuildInfo, HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
 
 # How the command line, recipes and reports spell the absence of a format.
 UNQUANTISED, AS_STORED = "bf16", "none"
+BITS = "--weight-bits"
 FLOATS = "floats"  # value of --weights with which an engine quantises nothing and keeps no format
 OWN_TEXT = "own text"  # of the model, to calibrate with
 # Globs over module names, as in ModelOpt's `exclude_modules`.
@@ -56,7 +57,8 @@ class Scheme:
     exclude: globs of modules that are not quantised; None means each format's own list. join: the
     format of the projection that joins an MTP module's inputs; only drafts depend on it.
     calibration: the text that int4 weights are calibrated with, `OWN_TEXT` or a file; None: they
-    are not calibrated.
+    are not calibrated. bits: what the trunk's int4 weights may take on average. finer: globs
+    of those that are int8, which `spend_bits` chooses.
     """
 
     main: str | None
@@ -65,6 +67,8 @@ class Scheme:
     head: str | None = None
     join: str | None = None
     calibration: str | None = None
+    bits: float | None = None
+    finer: tuple[str, ...] = ()
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
@@ -91,7 +95,7 @@ class Scheme:
         return {
             role: (
                 *((glob, None) for glob in self.globs(format)),
-                *((glob, "int8") for glob in FINER.get(format or "", ())),
+                *((glob, "int8") for glob in (*FINER.get(format or "", ()), *self.finer)),
                 ("*", format),
             )
             for role, format in roles.items()
@@ -160,13 +164,17 @@ def make_scheme(
     return Scheme(main, module, exclude, head_format)
 
 
-def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
-    """Return the scheme for the flags `--weights` and `--head-weights` of `mtpbuild build`.
+def build_scheme(
+    weights: str | None, head: str | None = None, bits: float | None = None
+) -> Scheme | None:
+    """Return the scheme for `--weights`, `--head-weights` and `--weight-bits` of `mtpbuild build`.
 
     Returns None if weights stay as the checkpoint has them, as far as the target keeps them. Raises
     UsageError, which lists the choices, for an unknown format.
     """
     choices: tuple[str, ...] = get_args(QuantisedType)
+    if bits is not None and weights != "int4":
+        raise UsageError(f"{BITS} {bits:g} goes with --weights int4")
     if weights is None or weights == FLOATS:
         if head is not None:
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -174,20 +182,26 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
         return None if weights is None else IN_FLOATS
     main = parse_format("--weights", weights, (*choices, FLOATS))
     if head is None:
-        return make_engine_scheme(main, USUAL_HEADS.get(weights))
-    return make_engine_scheme(main, parse_format("--head-weights", head, _list_head_choices()))
+        return make_engine_scheme(main, USUAL_HEADS.get(weights), bits)
+    parsed = parse_format("--head-weights", head, _list_head_choices())
+    return make_engine_scheme(main, parsed, bits)
+
+
+def read_scheme(build: BuildInfo) -> Scheme | None:
+    """Return the scheme by which an engine's weights were quantised, but for a calibration."""
+    scheme = make_engine_scheme(build.quantised_to, build.head_weights)
+    return scheme and replace(scheme, finer=build.int8_modules)
 
 
 def make_engine_scheme(
-    weights: str | None, head: str | None, calibration: str | None = None
+    weights: str | None, head: str | None, bits: float | None = None
 ) -> Scheme | None:
-    """Return the scheme by which an engine's weights were quantised, from its manifest's fields."""
+    """Return the scheme for the values of flags; None if weights stay as they are."""
     if weights is None:
         return None
     if weights == FLOATS:
         return IN_FLOATS
-    join = JOINS.get(weights)
-    return replace(SCHEMES[weights], head=head, join=join, calibration=calibration)
+    return replace(SCHEMES[weights], head=head, join=JOINS.get(weights), bits=bits)
 
 
 def add_calibration(scheme: AnyScheme, by_own_text: bool, text: Path | None) -> AnyScheme:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.scheme import make_engine_scheme
+from mtpbuild.builder.weights.scheme import read_scheme
 from mtpbuild.lab.measure.checks import (
     ROUNDED,
     SETTINGS,
@@ -72,7 +72,7 @@ def check_plain_text(case: VerifyCase) -> Finding:
     source = find_checkpoint(case)
     from mtpbuild.lab.verify.plain import judge_texts, load_plain
 
-    scheme = make_engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
+    scheme = read_scheme(manifest.build)
     plain = load_plain(source, read_layers(manifest), scheme)
     return judge_texts(
         plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
@@ -102,7 +102,7 @@ def check_quality(case: VerifyCase) -> Finding:
         lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}
         lengths["checkpoint"] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)
         if build.calibrated is None:
-            scheme = make_engine_scheme(build.quantised_to, build.head_weights)
+            scheme = read_scheme(build)
             replace_modules(model, load_plain(source, layers, scheme))
             name = "checkpoint_with_rounded_modules"
             lengths[name] = acceptance_length(model, case.prompts, ids, build.nextn, eagle)

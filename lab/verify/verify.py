@@ -13,7 +13,7 @@ from mtpbuild.builder.flags import VerifyFlags
 from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in, find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages, Watch, ignore
-from mtpbuild.builder.weights.scheme import make_engine_scheme
+from mtpbuild.builder.weights.scheme import read_scheme
 from mtpbuild.lab.bench.engines import build_engines
 from mtpbuild.lab.measure.compare import Finding, NotChecked
 from mtpbuild.lab.measure.prompts import check_room
@@ -144,7 +144,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Watch) -> P
             request.model or manifest.whole_model,
             target=target,
             layers=read_layers(manifest),
-            scheme=make_engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
+            scheme=read_scheme(manifest.build),
             revision=None if request.model else manifest.build.revision,
             options=find_target(target).build_flags(manifest),
         )

@@ -109,6 +109,9 @@ class BuildInfo(_Record):
     # have the checkpoint's formats, as far as the target keeps them.
     quantised_to: QuantisedType | Literal["floats"] | None = None
     head_weights: HeadType | None = None  # the same for embedding and head
+    # The bits that int4 weights may take on average, some of them in int8. None: no such limit.
+    weight_bits: float | None = Field(default=None, gt=0)
+    int8_modules: tuple[str, ...] = ()  # globs of the trunk's products that are int8 by this
     # The text that int4 weights were calibrated with: "own text" or a file. None: they were not.
     calibrated: str | None = None
     # The number of tokens that drafts are chosen from, listed in draft_vocab.json. None: all.

@@ -35,7 +35,7 @@ PER_CORE = 4  # ranks per core, at most; more must be a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.programs.follow")
 FLAGS = (  # flags of `mtpbuild build` in the command that builds missing ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("head_weights", "revision", "target", "tp", "ep"),
+    *("head_weights", "weight_bits", "revision", "target", "tp", "ep"),
 )
 LOST = 3  # exit code of a follower that ended because another rank had ended
 

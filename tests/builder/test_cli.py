@@ -62,7 +62,7 @@ FLAGS = {
     "--fast-build --force --head-weights --layers --max-batch --max-seq-len --model --mtp --nextn "
     "--out --portable --prefill-chunk --prefix --rank --revision --score --spec-decode-algo "
     "--spec-decode-max-draft-len --spec-decode-nextn --speculative-config --strip-weights "
-    "--target --tp --weights",
+    "--target --tp --weight-bits --weights",
     "diff": "--engine --json",
     "eval": "--acceptance --config --engine --extra-llm-api-options --huge-pages --json --min-p "
     "--no-cuda-graphs --num-problems --out --provider --rejection-sample-method --relaxed-delta "
