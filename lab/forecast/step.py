@@ -61,7 +61,8 @@ class CostModel:
     @property
     def widths(self) -> list[int]:
         """The cache's width C of each layer, then of each MTP module."""
-        return find_family_of(self.config).cache_widths(self.config, self.ranks)
+        rows = find_family_of(self.config).list_rows(self.config, self.ranks)
+        return [width for width, _ in rows]
 
     @property
     def state_bytes(self) -> int:
