@@ -93,7 +93,7 @@ def make_build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool |
         weights=model.weights_type,
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.style.packs_weights else None,
-        int8_modules=model.scheme.finer if model.scheme else (),
+        int8_modules=model.scheme.int8_modules if model.scheme else (),
         balanced_keys=model.balanced_keys,
         exact=exact,
         probe_version=PROBE_VERSION,

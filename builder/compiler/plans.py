@@ -40,8 +40,8 @@ from mtpbuild.builder.plan.plan import (
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Watch, ignore
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.bit_budget import spend_bits
 from mtpbuild.builder.weights.drafter_weights import find_brought_files
-from mtpbuild.builder.weights.finer import spend_bits
 from mtpbuild.builder.weights.scheme import OWN_TEXT, SCHEMES
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.manifest import (

@@ -21,7 +21,7 @@ READ = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-IDS = "d2t"  # the tensor of a head that has ids, not weights
+DRAFT_IDS = "d2t"  # the tensor of a head that has ids, not weights
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -224,7 +224,7 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
         if info.name in tensors:
             raise CheckpointError(f"{path}: tensor {info.name} is there twice")
         kind = kinds.get(info.type)
-        if kind is None or kind.name not in (("I64",) if info.name == IDS else READ):
+        if kind is None or kind.name not in (("I64",) if info.name == DRAFT_IDS else READ):
             named = f"number {info.type}" if kind is None else kind.name
             raise CheckpointError(
                 f"{path}: {info.name}: type {named} is not read; supported: {', '.join(READ)}"

@@ -24,9 +24,9 @@ from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
 from mtpbuild.builder.models.eagle3.model import attach_head
+from mtpbuild.builder.weights.bit_budget import spend_bits
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.drafter_weights import join_brought
-from mtpbuild.builder.weights.finer import spend_bits
 from mtpbuild.builder.weights.head import open_slice, refuse_other_trunk
 from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
@@ -156,8 +156,7 @@ def open_model(
     if scheme == IN_FLOATS:
         style = replace(style, formats=(), rounds_to=None)
     elif scheme is not None:
-        here = all(entry.file.is_file() for entry in stored.tensors.values())
-        scheme = spend_bits(scheme, config, stored if here else None)
+        scheme = spend_bits(scheme, config, stored)
         checkpoint = requantise(stored, config, scheme, table.stored.values())
     table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
     model = make_model(table, style, device)

@@ -1,7 +1,7 @@
 """Keys and queries balanced by powers of two, so that int8 caches lose less of them.
 
 A row of an int8 cache has one scale for the keys of a head. Where biases or norms make some of its
-channels much larger than others, few steps are left for these. So each channel of the keys is
+channels much larger than others, the others are rounded coarsely. So each channel of the keys is
 divided by a power of two, and that of the queries multiplied by it: no score changes. Both channels
 of a rotary pair have the same power, which the rotation passes on.
 """
@@ -18,9 +18,9 @@ from mtpbuild.builder.models.common.weight import Readable
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.plugins.cpu.layout import split_offsets, with_offsets
 
-SHARE = re.compile(r"(?!eagle3\.)(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
+QUERY_OR_KEY = re.compile(r"(?!eagle3\.)(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
 INPUT_DEVIATIONS = 3.0  # of a product's inputs, whose mean square the norm makes 1
-LARGEST = 5  # exponent of a power
+MAX_EXPONENT = 5  # exponent of a power
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BalancedReader:
     def find_factors(self, name: str) -> Tensor | None:
         """Return the factor of each row of a weight of queries or keys; None for other weights."""
         c = self.config
-        if not (match := SHARE.fullmatch(name)) or (match[3] == "proj" and c.use_qk_norm):
+        if not (match := QUERY_OR_KEY.fullmatch(name)) or (match[3] == "proj" and c.use_qk_norm):
             return None
         layer = match[1]
         if layer not in self.powers:
@@ -72,7 +72,7 @@ class BalancedReader:
         exponents = (keys.log2() - queries.log2()) / 2
         exponents = torch.where(exponents.isfinite(), exponents, 0.0)
         exponents -= exponents.mean(1, keepdim=True)
-        return exponents.round().clamp(-LARGEST, LARGEST).exp2()
+        return exponents.round().clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
 
     def _measure_amplitudes(self, layer: str, name: str) -> Tensor:
         """Return how large queries or keys get, [heads, D]; both channels of a pair the same."""

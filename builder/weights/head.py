@@ -14,8 +14,8 @@ from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, 
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.gguf.choice import ENDING, HEAD
-from mtpbuild.builder.gguf.container import IDS, GgufFile, find_shard_paths, read_file
-from mtpbuild.builder.lazy_torch import torch
+from mtpbuild.builder.gguf.container import DRAFT_IDS, GgufFile, find_shard_paths, read_file
+from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
@@ -46,7 +46,7 @@ from mtpbuild.runtime.errors import CheckpointError
 
 EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
 TRUNK, HASH = "trunk", "embedding_hash"  # in the config.json of a head that tune-head made
-BITS = 256
+HASH_BITS = 256
 
 
 def find_head_files(place: Path) -> list[Path]:
@@ -169,7 +169,8 @@ def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:
             return ()
         drafted = f"draft_vocab_size {config.drafted}"
         raise CheckpointError(f"--mtp {place}: {drafted}, but there is no d2t")
-    if len(ids) != config.drafted or not all(0 <= i < config.vocab_size for i in ids):
+    fits = len(set(ids)) == len(ids) == config.drafted
+    if not fits or not all(0 <= i < config.vocab_size for i in ids):
         raise CheckpointError(f"--mtp {place}: d2t does not name {config.drafted} tokens")
     return tuple(ids)
 
@@ -177,9 +178,11 @@ def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:
 def find_drafted_ids(files: Iterable[Path]) -> list[int] | None:
     """Return the trunk's ids that the tensor d2t of safetensors files tells; None without one."""
     for file in files:
-        if any(entry.name == IDS for entry in list_entries(file)):
+        if any(entry.name == DRAFT_IDS for entry in list_entries(file)):
             with safe_open(file, framework="pt") as opened:
-                differences = opened.get_tensor(IDS)
+                differences = opened.get_tensor(DRAFT_IDS)
+            if differences.dim() != 1 or differences.is_floating_point():
+                raise CheckpointError(f"{file}: d2t must be a list of integers")
             ids: list[int] = (differences + torch.arange(len(differences))).tolist()
             return ids
     return None
@@ -210,11 +213,15 @@ def hash_embedding(checkpoint: Checkpoint) -> str:
 
     Copies of a model in other formats and its fine-tunes have nearly the same signs.
     """
-    table = torch.cat([*checkpoint.rows(EMBEDDING)])
-    rows = table[torch.arange(BITS) * len(table) // BITS].double()
-    first, second = rows.tensor_split(2, dim=1)
+    count = checkpoint.tensors[EMBEDDING].shape[0]
+    chosen, start, rows = torch.arange(HASH_BITS) * count // HASH_BITS, 0, list[Tensor]()
+    for piece in checkpoint.rows(EMBEDDING):
+        inside = (chosen >= start) & (chosen < start + len(piece))
+        rows.append(piece[chosen[inside] - start].double())
+        start += len(piece)
+    first, second = torch.cat(rows).tensor_split(2, dim=1)
     bits = (first.sum(1) > second.sum(1)).tolist()
-    return f"{int(''.join(str(int(bit)) for bit in bits), 2):0{BITS // 4}x}"
+    return f"{int(''.join(str(int(bit)) for bit in bits), 2):0{HASH_BITS // 4}x}"
 
 
 def describe_trunk(checkpoint: Checkpoint, name: str) -> dict[str, str]:
@@ -224,11 +231,11 @@ def describe_trunk(checkpoint: Checkpoint, name: str) -> dict[str, str]:
 
 def refuse_other_trunk(checkpoint: Checkpoint, place: Path) -> None:
     """Raise CheckpointError if a head's config.json says that it was made for another trunk."""
-    trunk = read_text_config(find_head_files(place)[0].parent).get(TRUNK)
+    trunk = read_head_file(place).get(TRUNK)
     if not isinstance(trunk, dict) or not re.fullmatch("[0-9a-f]{64}", str(trunk.get(HASH))):
         return
     others = int(hash_embedding(checkpoint), 16) ^ int(trunk[HASH], 16)
-    if others.bit_count() > BITS // 4:  # two models agree in about half
+    if others.bit_count() > HASH_BITS // 4:  # two models agree in about half
         raise CheckpointError(
             f"--mtp {place}: this head was made for {trunk.get('name')}, whose embedding is another"
         )

@@ -18,7 +18,7 @@ from mtpbuild.runtime.errors import UsageError
 
 # How the command line, recipes and reports spell the absence of a format.
 UNQUANTISED, AS_STORED = "bf16", "none"
-BITS = "--weight-bits"
+WEIGHT_BITS = "--weight-bits"
 FLOATS = "floats"  # value of --weights with which an engine quantises nothing and keeps no format
 OWN_TEXT = "own text"  # of the model, to calibrate with
 # Globs over module names, as in ModelOpt's `exclude_modules`.
@@ -30,7 +30,7 @@ EXCLUDED: Mapping[str, tuple[str, ...]] = {
 }
 # Small projections whose errors every later token reads from the cache: in int4 models they are
 # int8, which is 0.1 to 0.4 % of a published model.
-FINER: Mapping[str, tuple[str, ...]] = {
+ALWAYS_INT8: Mapping[str, tuple[str, ...]] = {
     "int4": tuple(
         f"model.layers.*.self_attn.{name}"
         for name in ("q_a_proj", "kv_a_proj_with_mqa", "k_proj", "v_proj")
@@ -57,8 +57,8 @@ class Scheme:
     exclude: globs of modules that are not quantised; None means each format's own list. join: the
     format of the projection that joins an MTP module's inputs; only drafts depend on it.
     calibration: the text that int4 weights are calibrated with, `OWN_TEXT` or a file; None: they
-    are not calibrated. bits: what the trunk's int4 weights may take on average. finer: globs
-    of those that are int8, which `spend_bits` chooses.
+    are not calibrated. bits: what the trunk's int4 weights may take on average.
+    int8_modules: globs of those that are int8 by that, which `spend_bits` chooses.
     """
 
     main: str | None
@@ -68,7 +68,7 @@ class Scheme:
     join: str | None = None
     calibration: str | None = None
     bits: float | None = None
-    finer: tuple[str, ...] = ()
+    int8_modules: tuple[str, ...] = ()
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
@@ -95,7 +95,10 @@ class Scheme:
         return {
             role: (
                 *((glob, None) for glob in self.globs(format)),
-                *((glob, "int8") for glob in (*FINER.get(format or "", ()), *self.finer)),
+                *(
+                    (glob, "int8")
+                    for glob in (*ALWAYS_INT8.get(format or "", ()), *self.int8_modules)
+                ),
                 ("*", format),
             )
             for role, format in roles.items()
@@ -174,7 +177,7 @@ def build_scheme(
     """
     choices: tuple[str, ...] = get_args(QuantisedType)
     if bits is not None and weights != "int4":
-        raise UsageError(f"{BITS} {bits:g} goes with --weights int4")
+        raise UsageError(f"{WEIGHT_BITS} {bits:g} goes with --weights int4")
     if weights is None or weights == FLOATS:
         if head is not None:
             names = f"{', '.join(choices[:-1])} or {choices[-1]}"
@@ -190,7 +193,7 @@ def build_scheme(
 def read_scheme(build: BuildInfo) -> Scheme | None:
     """Return the scheme by which an engine's weights were quantised, but for a calibration."""
     scheme = make_engine_scheme(build.quantised_to, build.head_weights)
-    return scheme and replace(scheme, finer=build.int8_modules)
+    return scheme and replace(scheme, int8_modules=build.int8_modules)
 
 
 def make_engine_scheme(

@@ -26,7 +26,8 @@ from mtpbuild.runtime.files import read_json
 BY_MODEL = "--prompts-by-model"
 TURN = 128  # tokens of a user's turn at most
 SHORTEST = 8  # characters
-USER = "a question"
+USER = "what the user says 7421"
+QUANTISATION = ("quantization_config", "quantization")  # of the trunk alone
 TURNS, PROMPTS = "turns.jsonl", "prompts.jsonl"
 
 
@@ -51,6 +52,7 @@ def write_new_head(checkpoint: Checkpoint, source: ModelSource, folder: Path) ->
             hidden = torch.eye(config.hidden_size)
             random = torch.randn(hidden.shape) / config.hidden_size**0.5
             return torch.cat([hidden, random] if config.mtp.hidden_first else [random, hidden], 1)
+        assert part.endswith("norm.weight"), part
         return torch.zeros(shape) if config.norms_minus_one else torch.ones(shape)
 
     parts = plain.module(1).state_dict()
@@ -65,19 +67,22 @@ def write_new_head(checkpoint: Checkpoint, source: ModelSource, folder: Path) ->
 def write_config(source: ModelSource, checkpoint: Checkpoint, folder: Path) -> None:
     """Write a head's config.json: the trunk's, with what tells the trunk from others."""
     raw = read_json(source.folder / CONFIG)
-    kept = {name: raw[name] for name in raw if name != "quantization_config"}
+    kept = {name: raw[name] for name in raw if name not in QUANTISATION}
     write_json(folder / CONFIG, {**kept, TRUNK: describe_trunk(checkpoint, source.name)})
 
 
-def write_prompts(engine: Engine, count: int, folder: Path, watch: Watch) -> None:
-    """Let the model write so many users' turns by its template; those that end are prompts."""
+def write_prompts(engine: Engine, count: int, least: int, folder: Path, watch: Watch) -> None:
+    """Let the model write so many users' turns by its template; those that end are prompts.
+
+    Raises UsageError if these are fewer than `least`.
+    """
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise UsageError(f"{BY_MODEL} needs a model with a chat template: give --data")
     chat = engine.tokenizer.chat_prompt([{"role": "user", "content": USER}])
-    before, found, _ = chat.partition(USER)
+    before, found, _ = chat.rpartition(USER)
     if not found:
         raise UsageError(f"{BY_MODEL}: the chat template hides what a user says: give --data")
-    ids = engine.tokenizer.encode(before)
+    ids = engine.tokenizer.encode(before, add_special_tokens=False)
     turns = [
         FileRequest(i, ids, SamplingParams(max_tokens=TURN, temperature=1.0, seed=i))
         for i in range(count)
@@ -85,9 +90,16 @@ def write_prompts(engine: Engine, count: int, folder: Path, watch: Watch) -> Non
     write_answers(engine, turns, folder / TURNS, watch)
     ended = (turn.answer for turn in read_answers(folder / TURNS) if len(turn.answer) < TURN)
     texts = dict.fromkeys(engine.tokenizer.text(answer).strip() for answer in ended)
-    lines = (
+    lines = [
         json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n"
         for text in texts
         if len(text) >= SHORTEST
-    )
-    (folder / PROMPTS).write_text("".join(lines), encoding="utf-8")
+    ]
+    if len(lines) < least:
+        raise UsageError(
+            f"{BY_MODEL} {count}: the model wrote {len(lines)} prompts that end, at least {least} "
+            "are needed: ask for more"
+        )
+    new = folder / f"{PROMPTS}.new"
+    new.write_text("".join(lines), encoding="utf-8")
+    new.replace(folder / PROMPTS)

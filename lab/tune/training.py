@@ -57,11 +57,10 @@ class Training:
         """The numbers of the modules that are trained, from 1."""
         return range(1, 2 if self.eagle else self.nextn + 1)
 
-    def memory(self, plain: PlainCausalLM) -> int:
-        """Estimate the bytes that the training takes."""
+    def memory(self, plain: PlainCausalLM, drafted: int) -> int:
+        """Estimate the bytes that the training takes; drafted: tokens of the draft vocabulary."""
         c = plain.config
         trained = 0
-        drafted = len(self.draft_ids) or c.vocab_size
         frozen = drafted * c.hidden_size  # the head
         for k in self.modules:
             for name, weight in plain.module(k).named_parameters():
@@ -98,7 +97,7 @@ def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
     T = batch.tokens.shape[1]
     after = torch.arange(T) >= batch.first[:, None]
     may_be_drafted = find_drafted(batch.tokens, how)
-    places = [after[:, : T - j] & may_be_drafted[:, j:] for j in range(1, how.nextn + 1)]
+    places = [after[:, : max(0, T - j)] & may_be_drafted[:, j:] for j in range(1, how.nextn + 1)]
     count = max(1, sum(int(some.sum()) for some in places))
     total = 0.0
     ends = list[tuple[Tensor, Tensor]]()
@@ -114,7 +113,8 @@ def backward(plain: PlainCausalLM, batch: Batch, how: Training) -> float:
             total += loss.item()
         if leaf.grad is not None:
             ends.append((g, leaf.grad))
-    torch.autograd.backward([g for g, _ in ends], [gradient for _, gradient in ends])
+    if ends:
+        torch.autograd.backward([g for g, _ in ends], [gradient for _, gradient in ends])
     return total
 
 
@@ -134,7 +134,7 @@ def measure_acceptance(
     for batch in batches:
         hidden = read_hidden(batch.hidden)
         T = batch.tokens.shape[1]
-        places = (torch.arange(T) >= batch.first[:, None])[:, : T - how.nextn - 1].nonzero()
+        places = (torch.arange(T) >= batch.first[:, None])[:, : max(0, T - how.nextn - 1)].nonzero()
         may_be_drafted = find_drafted(batch.tokens, how)
         count += len(places)
         chain = [*run_chain(plain, batch.tokens, hidden, how.nextn, how.eagle)]

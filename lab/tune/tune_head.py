@@ -59,6 +59,7 @@ from mtpbuild.runtime.configuration.input_file import (
     read_requests,
 )
 from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA
+from mtpbuild.runtime.contract.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.files import format_size
 from mtpbuild.runtime.requests.stats import compute_acceptance_length
@@ -214,6 +215,7 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
     if request.lr is not None and not 0 < request.lr <= 1:
         raise UsageError(f"--lr {request.lr:g} must be above 0 and at most 1")
     in_range(request.epochs, 1, 10_000, "--epochs")
+    in_range(request.max_tokens, 1, MAX_SEQ_LEN, "--max-tokens")
     in_range(1 if request.lora is None else request.lora, 1, 4096, "--lora")
     count = count_prompts(request)
     in_range(1 if request.held_out is None else request.held_out, 1, count - 1, "--held-out")
@@ -227,7 +229,15 @@ def check_request(request: TuneRequest) -> tuple[Plans, Training, str]:
     if drafter not in (EAGLE, VANILLA):
         raise UsageError(f"--drafter {drafter} is not trained; supported: {EAGLE}, {VANILLA}")
     lr = LR / plans.source.config.hidden_size if request.lr is None else request.lr
-    how = Training(request.nextn, drafter == EAGLE, request.lora, request.dtype, lr, request.epochs)
+    how = Training(
+        request.nextn,
+        drafter == EAGLE,
+        request.lora,
+        request.dtype,
+        lr,
+        request.epochs,
+        plans.engines[plans.first].draft_ids,
+    )
     [fingerprint] = plans.take_fingerprints().fingerprints.values()
     prompts = request.prompts_by_model if request.data is None else hash_samples(request.data)
     read = [prompts, request.max_tokens, request.held_out, request.draft_vocab, request.new]
@@ -284,7 +294,8 @@ def check_model(source: ModelSource, how: Training, request: TuneRequest) -> Non
             f"the module of {find_family_of(config).name} chooses the rows that it attends to, so "
             "it is trained for one draft: give --nextn 1 --drafter mtp-vanilla"
         )
-    needed, there = how.memory(plain), measure_memory()
+    drafted = request.draft_vocab or len(how.draft_ids) or config.vocab_size
+    needed, there = how.memory(plain, drafted), measure_memory()
     if there is not None and needed > there:
         smaller = "" if how.lora else ": --lora 16 takes less"
         raise UsageError(
@@ -304,7 +315,8 @@ def write_texts(
         with Engine.load(request.writer, prefix_cache=False) as loaded:
             if request.data is None and not request.prompts.is_file():
                 count = request.prompts_by_model or 0
-                write_prompts(loaded, count, request.state, stages.watch)
+                least = 2 if request.held_out is None else request.held_out + 1
+                write_prompts(loaded, count, least, request.state, stages.watch)
             for requests, path in zip(split_requests(request, loaded), paths, strict=True):
                 if not path.is_file():
                     write_answers(loaded, requests, path, stages.watch)

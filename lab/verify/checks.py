@@ -96,7 +96,8 @@ def check_quality(case: VerifyCase) -> Finding:
     distance = measure_distance(model, case.prompts, texts)
     figures: dict[str, Any] = {"kl": distance.kl, "same_first_choice": distance.same}
     detail = f"KL {distance.kl:.4f} nats a token, {distance.same:.1%} first choices equal"
-    if build.drafter in (EAGLE, VANILLA) and not build.adaptive and build.draft_vocab is None:
+    has_head = model.config.num_nextn_predict_layers == manifest.model.num_nextn_predict_layers
+    if has_head and build.drafter in (EAGLE, VANILLA) and not (build.adaptive or build.draft_vocab):
         ids = [text.token_ids for text in texts]
         eagle = build.drafter == EAGLE
         lengths = {"engine": sum_drafting(case.greedy).mean_acceptance_length}

@@ -146,7 +146,7 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     some = f"; here: {', '.join(map(str, here)) or 'none'}" if partly else ""
     yield "ranks", f"{build.tp}{groups}{data_parallel}{some}"
     ends, as_stored = build.head_weights or build.dtype, build.quantised_to in (None, "floats")
-    bits = f" of {build.weight_bits:g} bits" if build.weight_bits else ""
+    bits = f" within {build.weight_bits:g} bits" if build.weight_bits else ""
     by_build = "" if as_stored else f"{bits}, quantised by the build; embedding and head {ends}"
     yield "weights", build.weights + by_build
     if build.exact_note:

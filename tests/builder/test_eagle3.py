@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -25,7 +26,7 @@ from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.weights.head import open_head, read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.reference.eagle3 import PlainEagle3, make_head
 from tests.support.families import make_family, save_family
@@ -34,7 +35,7 @@ from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
 from tests.support.steps import CHUNK, check_steps
 
-LAYER = {
+LAYER: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61,
     "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 1,
@@ -227,7 +228,7 @@ def train_head(reference: PlainEagle3, steps: int = 300) -> None:
             losses = -logits.log_softmax(-1).gather(-1, wanted)
             loss = loss + losses[losses < 1e20].mean()  # the others can't be drafted
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     for weight in trained:
         weight.requires_grad_(False)
@@ -276,7 +277,7 @@ def test_planted_faults_are_seen(fault: Callable[[CausalLM], None], tmp_path: Pa
     model, reference = load_with_head(tmp_path, "qwen3", "eagle")
     fault(model)
     plan = Plan(reference.config, 3, "mtp-eagle", 1, 200, CHUNK, draft_ids=model.config.draft_ids)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="drafts differ"):
         check_steps(plan, model, reference, accepts_all=False)
 
 
@@ -297,6 +298,7 @@ REFUSALS = [
     (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with an EAGLE-3 head has one rank"),
     (("--drafter", "mtp-vanilla"), "--drafter mtp-vanilla: an EAGLE-3 head drafts by mtp-eagle"),
     (("--draft-vocab", "9"), "--draft-vocab: an EAGLE-3 head has its own draft vocabulary"),
+    (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads layers of the whole model"),
     (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
 ]
 
@@ -352,3 +354,5 @@ def test_engines_are_exact(name: str, dialect: str, tmp_path: Path) -> None:
             results = [engine.generate([5, 6, 7 + i], params) for i in range(3)]
             said.append([(r.token_ids, r.logprobs) for r in results])
     assert said[0] == said[1]
+    with pytest.raises(UsageError, match="an EAGLE-3 head is not refitted: build the engine anew"):
+        refit(tmp_path / "n3", str(folder), mtp=tmp_path / "head")

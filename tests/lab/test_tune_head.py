@@ -39,7 +39,7 @@ from mtpbuild.lab.verify.quality import acceptance_length
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.configuration.input_file import read_requests
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support.checkpoints import make_predictable
 from tests.support.families import make_family, save_family
 from tests.support.invoke import invoke, refusal
@@ -295,6 +295,7 @@ def test_a_head_for_ones_own_prompts(tmp_path: Path) -> None:
 REFUSALS = [
     (("--dtype", "int8"), "--dtype int8 is unknown; supported: fp32, bf16"),
     (("--lora", "0"), "--lora 0 is outside 1..4096"),
+    (("--max-tokens", "0"), "--max-tokens 0 is outside 1..16777216"),
     (("--epochs", "0"), "--epochs 0 is outside 1..10000"),
     (("--lr", "nan"), "--lr nan must be above 0 and at most 1"),
     (("--lr", "-1"), "--lr -1 must be above 0 and at most 1"),
@@ -365,10 +366,20 @@ def test_a_new_module_begins_as_a_copy_of_the_last_layer(tmp_path: Path) -> None
 
 def test_prompts_that_a_model_writes(tiny_engine: Callable[..., Path], tmp_path: Path) -> None:
     with Engine.load(tiny_engine(3)) as engine:
-        write_prompts(engine, 6, tmp_path, ignore)
+        with pytest.raises(UsageError, match=r"--prompts-by-model 6: the model wrote \d"):
+            write_prompts(engine, 6, 7, tmp_path, ignore)
+        assert not (tmp_path / PROMPTS).is_file()
+        write_prompts(engine, 6, 1, tmp_path, ignore)
         requests = read_requests(tmp_path / PROMPTS, engine, SamplingParams(max_tokens=1))
         before = engine.chat_ids([{"role": "user", "content": "x"}])[:2]
-    turns = read_answers(tmp_path / TURNS)
+        turns = read_answers(tmp_path / TURNS)
+        assert engine.tokenizer is not None
+        ended = [
+            engine.tokenizer.text(turn.answer).strip() for turn in turns if len(turn.answer) < 128
+        ]
+    lines = (tmp_path / PROMPTS).read_text(encoding="utf-8").splitlines()
+    written = [json.loads(line)["messages"] for line in lines]
+    assert written == [[{"role": "user", "content": text}] for text in ended if len(text) >= 8]
     assert len(turns) == 6
     assert len({(*turn.answer,) for turn in turns}) > 1
     assert 0 < len(requests) <= 6
@@ -407,7 +418,7 @@ def test_what_no_machine_has_and_no_module_can(
     assert "MB of memory, and this machine has 1.00 MB: --lora 16 takes less" in output
     glm = save_family(tmp_path / "glm", "glm-5", make_family("glm-5"))
     assert "--nextn 1 --drafter mtp-vanilla" in refusal(*command, glm)
-    assert EAGLE.memory(plain) > replace(EAGLE, lora=1).memory(plain)
+    assert EAGLE.memory(plain, 9) > replace(EAGLE, lora=1).memory(plain, 9)
 
 
 def test_answers_that_end_before_a_step() -> None:

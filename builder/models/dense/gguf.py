@@ -43,11 +43,16 @@ def list_qwen3() -> tuple[Architecture, ...]:
 
 def read_dense_config(file: GgufFile, tokens: int | None = None) -> Config:
     heads = file.key("attention.head_count")
+    width = file.key("attention.key_length", file.key("embedding_length") // heads)
+    if (rotated := file.key("rope.dimension_count", width)) != width:
+        raise CheckpointError(
+            f"{file.path}: rope.dimension_count {rotated} of {width} is not supported"
+        )
     return {
         **read_sizes(file, tokens),
         "intermediate_size": file.key("feed_forward_length"),
         "num_key_value_heads": file.key("attention.head_count_kv", heads),
-        "head_dim": file.key("attention.key_length", file.key("embedding_length") // heads),
+        "head_dim": width,
         "rope_parameters": read_rope(file),
     }
 

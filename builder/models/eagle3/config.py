@@ -22,11 +22,11 @@ def read_taps(read: Reader, key: str) -> tuple[int, ...] | None:
         return None
     if (
         not isinstance(ids, list)
-        or not 0 < len(ids) <= MAX_TAPS
+        or len(ids) > MAX_TAPS
         or not all(type(i) is int and i >= 0 for i in ids)
     ):
         raise CheckpointError(f"{TAPS} must be a list of layers, not {ids!r}")
-    return tuple(ids)
+    return tuple(ids) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,11 @@ class Eagle3Config(GroupedConfig):
                 f"hidden_size {config.hidden_size} is not the trunk's {width}, so it needs its own "
                 f"{missing[0]}"
             )
+        embeds, has_head = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight"))
+        if config.tie_word_embeddings and embeds and not has_head:
+            raise CheckpointError("tie_word_embeddings with its own embedding is not supported")
         return replace(
-            config,
-            taps=taps,
-            target_hidden_size=width,
-            embeds="embed_tokens.weight" in tensors,
-            has_head="lm_head.weight" in tensors,
+            config, taps=taps, target_hidden_size=width, embeds=embeds, has_head=has_head
         )
 
     @property
@@ -95,6 +94,6 @@ class Eagle3Config(GroupedConfig):
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is an EAGLE-3 head's."""
-    return raw.get(SPECULATORS) == "eagle3" or bool(
-        set(CLASSES) & {*map(str, raw.get("architectures") or [])}
-    )
+    names = raw.get("architectures")
+    named = isinstance(names, list) and any(name in CLASSES for name in names)
+    return named or raw.get(SPECULATORS) == "eagle3"

@@ -6,22 +6,22 @@ Beside Llama's layer they have the layers to tap, and the target's ids of the dr
 from dataclasses import replace
 from typing import Any
 
-from mtpbuild.builder.gguf.container import IDS, GgufFile
+from mtpbuild.builder.gguf.container import DRAFT_IDS, GgufFile
 from mtpbuild.builder.gguf.mapped import GgufWeight
 from mtpbuild.builder.gguf.tensors import LAYER, Architecture, list_weights
 from mtpbuild.builder.models.dense.gguf import read_llama_config, restore_pairs
 from mtpbuild.builder.models.eagle3.config import CLASSES, TAPS
 
 ARCHITECTURE = "eagle3"
-ORDERED = ("target_layers", "extract_layers")  # the key's name now, and before llama.cpp had it
+TAP_KEYS = ("target_layers", "extract_layers")  # the key's name now, and before llama.cpp had it
 
 
 def read_head_values(file: GgufFile) -> dict[str, Any]:
     """Return what the head's config.json says."""
     embedding = file.tensors.get("token_embd.weight")
     tokens = file.key("vocab_size") if embedding is None else embedding.shape[0]
-    named = next((key for key in ORDERED if f"{ARCHITECTURE}.{key}" in file.keys), ORDERED[0])
-    ids = file.tensors.get(IDS)
+    named = next((key for key in TAP_KEYS if f"{ARCHITECTURE}.{key}" in file.keys), TAP_KEYS[0])
+    ids = file.tensors.get(DRAFT_IDS)
     return {
         "architectures": [CLASSES[0]],
         **read_llama_config(file, tokens),
@@ -49,7 +49,7 @@ def restore_weight(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeigh
 
 def read_ids(file: GgufFile) -> list[int] | None:
     """Return the target's id of each token that is drafted; None if these are all."""
-    if (ids := file.tensors.get(IDS)) is None:
+    if (ids := file.tensors.get(DRAFT_IDS)) is None:
         return None
     listed: list[int] = ids.read().view("<i8").ravel().tolist()
     return listed

@@ -1,4 +1,4 @@
-"""The weights of an EAGLE-3 head, by the names that `rename_tensors` gives them."""
+"""The weights of an EAGLE-3 head, by the names that `rename_tensor` gives them."""
 
 from __future__ import annotations  # Tensor is imported for types alone
 

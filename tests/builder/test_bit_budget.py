@@ -13,8 +13,8 @@ from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.weights.bit_budget import list_products, spend_bits
 from mtpbuild.builder.weights.files import open_checkpoint
-from mtpbuild.builder.weights.finer import list_products, spend_bits
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme, read_scheme
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.contract.manifest import WEIGHTS
@@ -33,11 +33,11 @@ STRONG = 2  # the layer with a massive unit
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = make_family("llama", **SIZES)
-    mlp = model.model.layers[STRONG].mlp
+    mlp: Any = model.model.layers[STRONG].mlp
     with torch.no_grad():
         for weight in (mlp.gate_proj.weight[5], mlp.up_proj.weight[5], mlp.down_proj.weight[:, 5]):
             weight *= 8
-    return save_family(tmp_path_factory.mktemp("finer") / "llama", "llama", model, **SIZES)
+    return save_family(tmp_path_factory.mktemp("budget") / "llama", "llama", model, **SIZES)
 
 
 def choose(folder: Path, bits: float) -> Scheme:
@@ -58,10 +58,10 @@ def count_mean_bits(folder: Path, scheme: Scheme) -> float:
 
 
 def test_the_strongest_unit_is_first(folder: Path) -> None:
-    assert choose(folder, 5.25).finer == (f"model.layers.{STRONG}.*down_proj",)
+    assert choose(folder, 5.25).int8_modules == (f"model.layers.{STRONG}.*down_proj",)
     unknown = spend_bits(build_scheme("int4", None, 5.3), load_config(folder))
     assert unknown is not None
-    assert unknown.finer == ("model.layers.0.*attn.*",)
+    assert unknown.int8_modules == ("model.layers.0.*attn.*",)
 
 
 def test_the_budget_is_spent_and_kept(folder: Path) -> None:
@@ -79,10 +79,10 @@ REFUSALS = [
     (("--weights", "int8", "--weight-bits", "5"), "--weight-bits 5 goes with --weights int4"),
     (
         ("--weights", "int4", "--weight-bits", "4.5"),
-        "--weight-bits 4.5: int4 weights of this model take 5.03 bits on average and int8 8.50: "
+        "--weight-bits 4.5: this model's int4 weights take 5.03 bits on average and int8 8.50: "
         "give a number between them",
     ),
-    (("--weights", "int4", "--weight-bits", "8.5"), "--weight-bits 8.5: int4 weights of this"),
+    (("--weights", "int4", "--weight-bits", "8.5"), "--weight-bits 8.5: this model's int4 weights"),
 ]
 
 

@@ -16,7 +16,7 @@ from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import StoredTensor
 from mtpbuild.builder.weights.checkpoint import Checkpoint
-from mtpbuild.builder.weights.scheme import BITS, AnyScheme, Scheme, find_weight_role
+from mtpbuild.builder.weights.scheme import WEIGHT_BITS, AnyScheme, Scheme, find_weight_role
 from mtpbuild.builder.weights.table import make_family_table
 from mtpbuild.runtime.errors import UsageError
 
@@ -29,31 +29,32 @@ ALIGNED = 10.0  # how much stronger a unit is whose rows of gate and up point th
 def spend_bits(
     scheme: AnyScheme, config: ModelConfig, checkpoint: Checkpoint | None = None
 ) -> AnyScheme:
-    """Return the scheme with the weights that are int8, if it has a budget of bits.
+    """Choose which int4 weights are int8 until the budget is spent; no budget changes nothing.
 
     checkpoint: None if its weights are not known yet; then layers are chosen in their order. Raises
     UsageError for a budget that is too small or too large.
     """
     if scheme is None or scheme.bits is None:
         return scheme
-    weights = list_products(scheme, config)
+    if not (weights := list_products(scheme, config)):
+        raise UsageError(f"{WEIGHT_BITS}: no product of this model splits into blocks of 32")
     count = sum(prod(weight.shape) for weight in weights)
     sizes = {w.name: [count_bits(f, w) for f in ("int4", "int8")] for w in weights}
-    plain = replace(scheme, finer=())
+    plain = replace(scheme, int8_modules=())
     spent = sum(sizes[w.name][plain.wanted(config, w.name) == "int8"] for w in weights)
     budget, in_int8 = scheme.bits * count, sum(size for _, size in sizes.values())
     if not spent <= budget < in_int8:
         raise UsageError(
-            f"{BITS} {scheme.bits:g}: int4 weights of this model take {spent / count:.2f} bits on "
-            f"average and int8 {in_int8 / count:.2f}: give a number between them"
+            f"{WEIGHT_BITS} {scheme.bits:g}: this model's int4 weights take "
+            f"{spent / count:.2f} bits on average and int8 {in_int8 / count:.2f}: give a number between them"
         )
-    finer = list[str]()
+    globs = list[str]()
     for glob, names in order_groups(config, weights, checkpoint):
         more = sum(sizes[n][1] - sizes[n][0] for n in names if plain.wanted(config, n) == "int4")
         if spent + more <= budget:
             spent += more
-            finer.append(glob)
-    return replace(scheme, finer=tuple(finer))
+            globs.append(glob)
+    return replace(scheme, int8_modules=tuple(globs))
 
 
 def list_products(scheme: Scheme, config: ModelConfig) -> list[StoredTensor]:
@@ -77,7 +78,8 @@ def order_groups(
     """Return globs of modules that get one format, with their weights.
 
     Those come first whose rounding costs most: `down_proj` of layers with strong units, attention,
-    `down_proj` of other layers, the rest.
+    `down_proj` of other layers, the rest. The rest of an MLP is two thirds of it, so that its glob
+    covers a `down_proj` that is chosen already.
     """
     family = find_family_of(config)
     groups = defaultdict[tuple[int, float, int, str], list[str]](list)
