@@ -81,14 +81,14 @@ def download(wheel: str, sha256: str, folder: Path) -> bytes:
 
 
 def read_texts() -> Iterator[str]:
-    """Yield 22 beginnings of texts: our documents, Python's library, licences."""
+    """Yield 18 texts: our documents, Python's library, a licence."""
     library = Path(sysconfig.get_paths()["stdlib"])
     modules = "argparse bisect calendar csv difflib fractions heapq json/decoder shlex textwrap"
-    documents = "architecture benchmarks exactness formats glossary models server status testing"
+    documents = "architecture benchmarks glossary models status testing"
     paths = [library / f"{name}.py" for name in modules.split()]
     paths += [ROOT / f"docs/{name}.md" for name in documents.split()]
     paths += [ROOT / "LICENSE", ROOT / "README.md"]
-    for path in filter(Path.is_file, paths):
+    for path in paths:
         yield path.read_text(encoding="utf-8")
 
 

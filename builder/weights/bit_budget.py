@@ -46,7 +46,8 @@ def spend_bits(
     if not spent <= budget < in_int8:
         raise UsageError(
             f"{WEIGHT_BITS} {scheme.bits:g}: this model's int4 weights take "
-            f"{spent / count:.2f} bits on average and int8 {in_int8 / count:.2f}: give a number between them"
+            f"{spent / count:.2f} bits on average and int8 {in_int8 / count:.2f}: give a number "
+            "between them"
         )
     globs = list[str]()
     for glob, names in order_groups(config, weights, checkpoint):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.compiler.refit import refit
 from mtpbuild.builder.formats import FORMATS
 from mtpbuild.builder.formats.integers import SHIFTED
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
@@ -16,7 +17,10 @@ from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.quantised_view import requantise
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.families import make_family, save_family
+from tests.support.invoke import invoke
+from tests.support.requests import build, build_request
 
 TIMES = 30.0  # the largest pair of Qwen2.5's keys over the median one
 
@@ -116,3 +120,22 @@ def test_scales_are_balanced_exactly(format: str, tmp_path: Path) -> None:
         one, other = (source.read_engine_parts(name, kept) for source in (view, balanced))
         before, after = kept.decode(one), kept.decode(other)
         torch.testing.assert_close(before * factors[:, None], after, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_engine_says_that_its_keys_are_balanced(tmp_path: Path) -> None:
+    """Engines of int8 caches alone have balanced keys, and keep them when they are refitted."""
+    _, checkpoint, _ = save_spread(tmp_path, "qwen2", hidden_size=96)
+    weights = list[bytes]()
+    for cache in ("float32", "int8"):
+        request = build_request(
+            checkpoint.folder, (0,), weights="int8", cache_dtype=cache, out=tmp_path / cache
+        )
+        (built,) = build(request)
+        assert built.manifest.build.balanced_keys == (cache == "int8")
+        assert (", keys balanced" in invoke("inspect", built.folder)[1]) == (cache == "int8")
+        weights.append((built.folder / WEIGHTS).read_bytes())
+    assert weights[0] != weights[1]
+    _, after = refit(tmp_path / "int8", str(checkpoint.folder))
+    assert after.build.balanced_keys
+    assert (tmp_path / "int8" / WEIGHTS).read_bytes() == weights[1]
