@@ -22,6 +22,8 @@ PIECE = 512  # tokens of a file's text that go through the model together
 CONTEXT, AT_ONCE = 1024, 8  # tokens of a whole text that the model writes; texts at a time
 FLAG = "--calibration-text"
 INPUTS, WRITER = "inputs", "writer"
+SOURCES, COUNT = Path(__file__).parents[1], 48  # files, and how many
+LONG_FILE, SHORT = 3000, 256  # their characters at least; tokens of their beginning
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,8 @@ def read_texts(
     """Return the texts of a file, or those that the model writes with plain int4 weights."""
     text = request.calibration
     assert text is not None
+    model = find_model(request.model, request.checkpoint, request.revision)
     if text != OWN_TEXT and not text.endswith(".jsonl"):
-        model = find_model(request.model, request.checkpoint, request.revision)
         return cut_text(Path(text), model.folder)
     writer = BuildRequest(
         request.model,
@@ -99,7 +101,20 @@ def read_texts(
         checkpoint=request.checkpoint,
         revision=request.revision,
     )
-    return bench.write_texts(writer, None if text == OWN_TEXT else Path(text), folder, stages)
+    if text != OWN_TEXT:
+        return bench.write_texts(writer, Path(text), folder, stages)
+    return bench.write_texts(writer, None, folder, stages) + cut_sources(model.folder)
+
+
+def cut_sources(folder: Path) -> list[list[int]]:
+    """Return the beginnings of files of this package, in tokens: code and English of others.
+
+    What a model writes is too much alike to calibrate with alone.
+    """
+    files = sorted(p for p in SOURCES.rglob("*.py") if p.stat().st_size > LONG_FILE)
+    texts = (files[i * len(files) // COUNT].read_text(encoding="utf-8") for i in range(COUNT))
+    tokenizer = read_backend(folder / TOKENIZER)
+    return [tokenizer.encode(text[:LONG_FILE]).ids[:SHORT] for text in texts]
 
 
 def cut_text(path: Path, folder: Path) -> list[list[int]]:

@@ -6,7 +6,6 @@ of their own, so that a calibration that was cut off goes on from there.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView
 TILE = 1024  # rows of a sum that are added to together
 LEAST_TOKENS = 128  # a weight that fewer tokens reach, such as a rare expert's, is not calibrated
 SCALE = INT4.suffixes[1]
+ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
 Hidden = Iterable[Tensor]  # [B, T, E] of each batch
 
 
@@ -46,11 +46,11 @@ class InputSums:
     first: dict[str, str] = field(default_factory=dict)  # product -> the first with its input
     _seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # inputs of this batch
 
-    def add(self, name: str, x: Tensor) -> None:
-        """Add the inputs x [.., K] of a product."""
+    def add(self, name: str, x: Tensor, weights: Tensor | None = None) -> None:
+        """Add the inputs x [.., K] of a product; weights: of each input [.., 1]."""
         _, known = self._seen.setdefault(id(x), (x, name))
         if self.first.setdefault(name, known) == name:
-            rows = x.flatten(0, -2).float()
+            rows = (x if weights is None else x * weights).flatten(0, -2).float()
             width = rows.shape[1]
             if name not in self.sums:
                 self.sums[name] = rows.new_zeros(width, width)
@@ -59,20 +59,31 @@ class InputSums:
                 self.sums[name][tile, start:].addmm_(rows[:, tile].T, rows[:, start:])
             self.counts[name] = self.counts.get(name, 0) + len(rows)
 
-    @contextmanager
-    def watch(self, products: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Add the inputs of all products that run in the block, which is one batch."""
+    def add_run(self, products: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
+        """Run a layer on a batch, add the inputs of all its products, and return its results.
+
+        An error of a product that adds to the residual stream matters as much as it is large
+        beside that: so such inputs are divided by the norm of their token's result. Else a
+        text's first token, whose stream may be a thousand times as large, would decide alone.
+        """
+        inputs = list[tuple[str, Tensor]]()
 
         def hook(name: str) -> Callable[..., None]:
-            return lambda module, inputs: self.add(name, inputs[0])
+            return lambda module, given: inputs.append((name, given[0]))
 
         hooks = [part.register_forward_pre_hook(hook(name)) for name, part in products.items()]
         try:
-            yield
+            y = run()
         finally:
-            self.end_batch()
             for each in hooks:
                 each.remove()
+        norms = y.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
+        weights = norms.median() / norms
+        for name, x in inputs:
+            adds = name.endswith(ADDING) and x.shape[:-1] == y.shape[:-1]  # not of some tokens
+            self.add(name, x, weights if adds else None)
+        self.end_batch()
+        return y
 
     def end_batch(self) -> None:
         """Forget which inputs were added: equal memory holds others in the next batch."""
@@ -161,9 +172,7 @@ class Calibration:
             wanted = {name: part for name, part in products.items() if self._is_wanted(name)}
             sums = InputSums()
             for run in runs:
-                with sums.watch(wanted):
-                    x = run()
-                yield x
+                yield sums.add_run(wanted, run)
             parts |= self._encode(sums, lambda name: wanted[name].weight.split(PIECE))
 
     def _encode(self, sums: InputSums, rows: Callable[[str], Iterable[Tensor]]) -> Parts:

@@ -1,5 +1,6 @@
 """Calibrated int4: GPTQ against its definition, layers one by one against the whole model."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,21 +122,37 @@ def test_inputs_that_say_nothing() -> None:
 
 def whole_model(folder: Path, batches: list[Tensor]) -> dict[str, Tensor]:
     """Calibrate with the whole plain model in memory, each product by itself."""
-    plain, sums = load_plain(folder), dict[str, Tensor]()
-
-    def hook(name: str) -> Callable[..., None]:
-        def add(module: nn.Module, given: tuple[Tensor]) -> None:
-            x = given[0].flatten(0, -2)
-            sums[name] = sums.get(name, torch.zeros(())) + x.T @ x
-
-        return add
+    plain: Any = load_plain(folder)
+    sums = dict[str, Tensor]()
+    layers = plain.model.layers
+    streams = dict[str, Tensor]()  # the results of the trunk's layers
 
     def watch(names: list[str], run: Callable[[], Tensor]) -> Tensor:
-        parts = {n: products[n] for n in names}
-        hooks = [part.register_forward_pre_hook(hook(name)) for name, part in parts.items()]
+        inputs = list[tuple[str, Tensor]]()
+        hooks = [
+            products[name].register_forward_pre_hook(
+                lambda module, given, name=name: inputs.append((name, given[0]))
+            )
+            for name in names
+        ]
+        hooks += [
+            layer.register_forward_hook(
+                lambda module, given, result, name=f"model.layers.{i}.": streams.update(
+                    {name: result}
+                )
+            )
+            for i, layer in enumerate(layers[: plain.config.num_hidden_layers])
+        ]
         result = run()
         for each in hooks:
             each.remove()
+        for name, x in inputs:
+            stream = next((y for at, y in streams.items() if name.startswith(at)), result)
+            norms = stream.norm(dim=-1, keepdim=True)
+            if re.search(r"(o|out|down)_proj$", name) and x.shape[:-1] == stream.shape[:-1]:
+                x = x * (norms.median() / norms)
+            rows = x.flatten(0, -2)
+            sums[name] = sums.get(name, torch.zeros(())) + rows.T @ rows
         return result
 
     products = {n: part for n, part in plain.named_modules() if isinstance(part, nn.Linear)}
@@ -179,9 +196,13 @@ def test_layers_are_calibrated_as_in_the_whole_model(
 def test_products_with_the_same_input_share_its_sum(model: Path, tmp_path: Path) -> None:
     sums, x, y = InputSums(), inputs(8), inputs(4)
     parts = {name: nn.Linear(96, 4) for name in ("a", "b", "c")}
+
+    def run() -> Tensor:
+        parts["a"](x), parts["b"](x), parts["c"](y)
+        return y
+
     for _ in range(2):
-        with sums.watch(parts):
-            parts["a"](x), parts["b"](x), parts["c"](y)
+        assert sums.add_run(parts, run) is y
     assert sums.first == {"a": "a", "b": "a", "c": "c"}
     assert sums.counts == {"a": 16, "c": 8}
     torch.testing.assert_close(sums.sums["a"], 2 * x.T @ x)
