@@ -17,7 +17,7 @@ from mtpbuild.builder.weights.scheme import OWN_TEXT, build_scheme
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer import TOKENIZER, read_backend
 
-MAX_TOKENS = 1 << 14  # of all texts; more of them take time and change little
+MAX_TOKENS = 1 << 14  # of a file, or of what the model writes; more take time and change little
 PIECE = 512  # tokens of a file's text that go through the model together
 CONTEXT, AT_ONCE = 1024, 8  # tokens of a whole text that the model writes; texts at a time
 FLAG = "--calibration-text"
