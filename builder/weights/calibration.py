@@ -69,7 +69,7 @@ class InputSums:
         inputs = list[tuple[str, Tensor]]()
 
         def hook(name: str) -> Callable[..., None]:
-            return lambda module, given: inputs.append((name, given[0]))
+            return lambda module, operands: inputs.append((name, operands[0]))
 
         hooks = [part.register_forward_pre_hook(hook(name)) for name, part in products.items()]
         try:

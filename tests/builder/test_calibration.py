@@ -131,13 +131,13 @@ def whole_model(folder: Path, batches: list[Tensor]) -> dict[str, Tensor]:
         inputs = list[tuple[str, Tensor]]()
         hooks = [
             products[name].register_forward_pre_hook(
-                lambda module, given, name=name: inputs.append((name, given[0]))
+                lambda module, operands, name=name: inputs.append((name, operands[0]))
             )
             for name in names
         ]
         hooks += [
             layer.register_forward_hook(
-                lambda module, given, result, name=f"model.layers.{i}.": streams.update(
+                lambda module, operands, result, name=f"model.layers.{i}.": streams.update(
                     {name: result}
                 )
             )

@@ -32,6 +32,7 @@ LIMITS = {
     "int8": 0.0043,
     "int8 --cache-dtype int8": 0.0063,
     "int4": 0.166,
+    "int4 --calibrate": 0.062,
     "int4 --weight-bits 5.0": 0.1,
 }
 ODD = (
