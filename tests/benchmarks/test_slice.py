@@ -31,7 +31,6 @@ from triton.runtime import driver
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
-from mtpbuild.builder.graph.style import Sizes
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from tests.support.gpu_steps import graph_of
@@ -53,7 +52,7 @@ driver.set_active(Pretended())
 torch.set_num_threads(1)
 case = replace(slices.small((0, 2)), dtype="bfloat16")
 bench = slice_bench.Bench(case, machine.Machine("cpu"), True, Path("none"))
-gpu = dict(for_gpu=True, sizes=Sizes.WHOLE_CACHES, pipeline=INDUCTOR_CUDA, overlap=True)
+gpu = dict(for_gpu=True, whole_caches=True, pipeline=INDUCTOR_CUDA, overlap=True)
 style = replace(bench.plan(2).style, **gpu)
 plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
