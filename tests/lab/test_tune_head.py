@@ -388,7 +388,7 @@ def test_prompts_that_a_model_writes(tiny_engine: Callable[..., Path], tmp_path:
 
 @pytest.mark.full
 def test_a_head_for_a_trunk_that_has_none(tmp_path: Path) -> None:
-    folder = save_family(tmp_path / "trunk", "llama", make_family("llama"))
+    folder = save_family(tmp_path / "trunk", "qwen3", make_family("qwen3"))
     head = tmp_path / "head"
     command = ["tune-head", "--new", "--model", folder, "--data", data_of(tmp_path, 200)]
     command += ["--out", head, "--nextn", 2, "--epochs", 60, "--lr", 0.01, "--draft-vocab", 48]
@@ -397,9 +397,8 @@ def test_a_head_for_a_trunk_that_has_none(tmp_path: Path) -> None:
     report = json.loads((head / REPORT).read_text())
 
     assert report["before"] == 1
-    # 3,359 tokens of a random trunk teach little; by chance one draft in 61 is right.
-    assert report["after"] > 1.08
-    assert report["accepted"][0] > 0.1
+    assert report["after"] > 1.2
+    assert report["accepted"][0] > 0.2
     assert report["same"] == report["prompts"] == 20
     assert len(json.loads((head / DRAFT_VOCAB).read_text())) == 48
     engine = tmp_path / "engine"
