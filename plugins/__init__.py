@@ -22,6 +22,7 @@ from mtpbuild.plugins.experts.op import experts
 from mtpbuild.plugins.experts_packed.op import experts_packed
 from mtpbuild.plugins.gated_packed.op import gated_packed
 from mtpbuild.plugins.gated_product.op import gated_product
+from mtpbuild.plugins.gelu_gate.op import gelu_gate
 from mtpbuild.plugins.grouped_attention.op import grouped_attention
 from mtpbuild.plugins.grouped_rows.op import (
     grouped_attention_flat,
@@ -36,10 +37,13 @@ from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
 from mtpbuild.plugins.mla_packed.op import mla_packed
 from mtpbuild.plugins.mla_rows.op import mla_rows, mla_rows_write
 from mtpbuild.plugins.moe.op import moe, moe_route
+from mtpbuild.plugins.norm_sum.op import norm_sum
 from mtpbuild.plugins.product_packed.op import product_packed
 from mtpbuild.plugins.rope.op import rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
+from mtpbuild.plugins.soft_cap.op import soft_cap
+from mtpbuild.plugins.softmax_route.op import softmax_route
 from mtpbuild.plugins.sparse_rows.op import choose_rows, index_keys
 from mtpbuild.plugins.sum_of_ranks.op import sum_of_ranks
 from mtpbuild.plugins.take_rows.op import take_rows

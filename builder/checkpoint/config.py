@@ -107,9 +107,12 @@ def flag(default: bool) -> Any:
     return field(default=default, metadata={"read": lambda reader, key: reader.flag(key, default)})
 
 
+ROPES = ("default", "linear", "yarn", "llama3", "proportional")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
-    """The parameters of a rotary embedding of kind `default`, `linear`, `yarn` or `llama3`."""
+    """The parameters of a rotary embedding of one of `ROPES`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -123,6 +126,7 @@ class RopeConfig:
     truncate: bool = flag(True)
     low_freq_factor: float = number(1.0, above=0)
     high_freq_factor: float = number(4.0, above=0)
+    partial_rotary_factor: float = number(1.0, above=0)  # of kind `proportional`
 
 
 LLAMA3 = (
@@ -138,8 +142,8 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     """
     rope = read.rope()
     kind = str(rope.raw.get("rope_type") or rope.raw.get("type") or "default")
-    if kind not in (known := ("default", "linear", "yarn", "llama3")):
-        raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
+    if kind not in ROPES:
+        raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPES)}")
     theta = rope if rope.raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     above = kind == "yarn" and read.raw.get("original_max_position_embeddings") is not None

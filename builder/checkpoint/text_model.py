@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 WRAPPED = "model.language_model."  # a text model beside a vision tower
 OUTSIDE = "language_model."  # the same, as MLX has it
 MODULES = "mtp."  # prefix of MTP modules, which some write inside the model
-TOWERS = ("model.visual.", "vision_tower.")
+TOWERS = (
+    *("model.visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+    *("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+)
 STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
 # MLX's stacks, of experts and of kv_b_proj's heads, and a part of their numbers.
 MLX_STACK = re.compile(r"(.*\.)(?:switch_mlp\.(\w+)|(embed_q|unembed_out))\.(weight\w*)")

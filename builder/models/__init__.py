@@ -30,13 +30,14 @@ def families() -> list[Family]:
         deepseek_v3,
         deepseek_v32,
         dense,
+        gemma4,
         glm4_moe,
         glm4_moe_lite,
         glm_moe_dsa,
         qwen3_5,
     )
 
-    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, qwen3_5)
+    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, qwen3_5, gemma4)
     built_in_families = (*(module.FAMILY for module in built_in), *dense.FAMILIES)
     return [*built_in_families, *_REGISTERED.values()]
 

@@ -83,13 +83,16 @@ class Family:
     # The architectures of GGUF files that it reads.
     gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
-    # Sizes of a cache row's parts, repeated up to its width. In int8 caches no scale spans two
-    # parts. (): no int8 caches.
-    cache_sections: Callable[[Any], tuple[int, ...]] = lambda c: ()
+    # Sizes of the parts of a layer's cache row, repeated up to its width. In int8 caches no scale
+    # spans two parts. (): no int8 caches.
+    cache_sections: Callable[[Any, int], tuple[int, ...]] = lambda c, layer: ()
     attention: Attends = Attends.GROUPED
     # A layer's weights that may be quantised: they multiply hidden states, but are no router's.
     quantisable: re.Pattern[str] = re.compile(r"(self_attn|mlp)\..*_proj")
     own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
+    tables: tuple[str, ...] = ()  # weights of a checkpoint that are embeddings, too
+    # Whether a checkpoint may hold a tensor that no engine reads, by its name.
+    leaves_out: Callable[[Any, str], bool] = lambda c, name: False
 
     def find_kind(self, name: str) -> str:
         """Return the kind of a layer's weight, by its name in the layer, for tables."""
@@ -105,7 +108,8 @@ class Family:
 
         Width 0: no cache rows.
         """
-        rows = [(width, self.cache_sections(c)) for width in self.cache_widths(c, ranks)]
+        widths = enumerate(self.cache_widths(c, ranks))
+        rows = [(width, self.cache_sections(c, layer)) for layer, width in widths]
         if isinstance(head := c.eagle3, GroupedConfig):
             width = 2 * head.num_key_value_heads * head.head_dim
             rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]

@@ -201,7 +201,7 @@ def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
 def check_cache_rows(config: ModelConfig, dtype: str) -> None:
     """Raise UsageError for int8 caches of a model whose rows can't be int8."""
     family = find_family_of(config)
-    if dtype == "int8" and not family.cache_sections(config):
+    if dtype == "int8" and not family.cache_sections(config, 0):
         raise UsageError(
             f"--cache-dtype int8: {family.name} has cache rows that can't be int8: use bfloat16"
         )

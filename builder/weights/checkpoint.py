@@ -219,6 +219,7 @@ class Checkpoint:
                 known |= self._check_weight(replace(wanted[copies[name]], name=name))
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         left -= set(self.left_out(config))
+        left = {name for name in left if not find_family_of(config).leaves_out(config, name)}
         self._refuse(left, "tensor that this architecture does not have:")
         return table
 

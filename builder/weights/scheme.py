@@ -124,6 +124,8 @@ def find_weight_role(config: ModelConfig, name: str) -> str:
     layer = family.may_be_quantised(config, name)
     if layer is not None:
         return "main" if layer < config.num_hidden_layers else "mtp"
+    if name in family.tables:
+        return "embedding"
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
     return "join" if family.is_module_input_proj(config, name) else ""

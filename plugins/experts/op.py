@@ -5,16 +5,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import define
+from mtpbuild.plugins.gelu_gate.op import gelu_gate
 
 
-@define(lambda x: torch.empty_like(x))
-def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def has_silu(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = False) -> bool:
+    return not gelu
+
+
+@define(lambda x: torch.empty_like(x), fits=has_silu)
+def experts(
+    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = False
+) -> Tensor:
     """Compute down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
+
+    gelu: in place of silu.
 
     gate_up [X, 2 I, E] and down [X, E, I] are the stacked weights of all experts; gate_up's outputs
     alternate: a gate, its up, the next gate, and so on. The reference gathers a copy of the weights
     for each row; a facet reads an expert's weights once for all of its rows.
     """
     h = torch.einsum("ne,noe->no", x, gate_up.index_select(0, ids))
-    inner = F.silu(h[:, ::2]) * h[:, 1::2]
+    gate, up = h[:, ::2], h[:, 1::2]
+    inner = gelu_gate(up, gate) if gelu else F.silu(gate) * up
     return torch.einsum("ni,noi->no", inner, down.index_select(0, ids))

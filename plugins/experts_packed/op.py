@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import PANEL
 from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.gelu_gate.op import gelu_gate
 from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.plugins.product_packed.op import unpacked
 
@@ -19,8 +20,11 @@ def experts_packed(
     gate_up_scales: Tensor | None,
     down_values: Tensor,
     down_scales: Tensor | None,
+    gelu: bool = False,
 ) -> Tensor:
     """Sum down(silu(gate(x)) * up(x)) of the experts ids [.., k] for x [.., E]; weights [.., k].
+
+    gelu: in place of silu.
 
     An id of `NO_EXPERT` stands for an expert on another rank and adds nothing. The experts' weights
     are in the layout of `product_packed`, with the experts [X, ..] first. gate_up's panels are 32
@@ -34,7 +38,7 @@ def experts_packed(
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
     down = _chosen(chosen, down_values, down_scales, width)
-    inner = (F.silu(gate) * up).flatten(-2).narrow(-1, 0, down.shape[-1])
+    inner = (gelu_gate(up, gate) if gelu else F.silu(gate) * up).flatten(-2).narrow(-1, 0, down.shape[-1])
     y = torch.einsum("ni,noi->no", inner, down).reshape(*ids.shape, width)
     return (y * weights[..., None]).sum(-2)
 

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
+from mtpbuild.plugins.gelu_gate.op import gelu_gate
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
@@ -11,10 +12,12 @@ from mtpbuild.plugins.product_packed.op import unpacked
     lambda x, outputs: x.new_empty(*x.shape[:-1], outputs // 2),
     Node("GatedProduct", renamed={"outputs": "N"}),
 )
-def gated_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
-    """Compute silu(gate(x)) * up(x) of x [.., K] -> fp32 [.., outputs / 2].
+def gated_packed(
+    x: Tensor, values: Tensor, scales: Tensor | None, outputs: int, gelu: bool = False
+) -> Tensor:
+    """Compute silu(gate(x)) * up(x), or with gelu, of x [.., K] -> fp32 [.., outputs / 2].
 
     The weight is in the layout of `product_packed`, the gates first; outputs is a multiple of 64.
     """
     gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gelu_gate(up, gate) if gelu else F.silu(gate) * up

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import KEPT, Node, define
+from mtpbuild.plugins.gelu_gate.op import gelu_gate
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256  # per call of the kernel
@@ -63,7 +64,7 @@ def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple
     return torch.cat([weights, ones], -1), torch.cat([ids, shared.expand(ones.shape)], -1)
 
 
-@define(lambda x: torch.empty_like(x))
+@define(lambda x: torch.empty_like(x), fits=lambda *operands, gelu=False: not gelu)
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -75,13 +76,15 @@ def moe(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
     most: int = 0,
+    gelu: bool = False,
 ) -> Tensor:
     """Sum the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. The id `NO_EXPERT` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
-    like any other. The kernel takes up to `MAX_TOKENS` tokens. most: the bound if N is a symbol.
+    like any other. The kernel takes up to `MAX_TOKENS` tokens, and no gelu in place of silu. most:
+    the bound if N is a symbol.
     """
     chosen = ids.flatten().clamp(min=0)
     weights = torch.where(ids == NO_EXPERT, 0.0, weights)
@@ -89,11 +92,14 @@ def moe(
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
     down = _chosen(chosen, down_proj, down_scales, down_scales_2)
-    y = (F.silu(gate) * up) @ down.type_as(x)
+    inner = gelu_gate(up, gate) if gelu else F.silu(gate) * up
+    y = inner @ down.type_as(x)
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
-def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None) -> Tensor:
+def run_experts(
+    x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None, gelu: bool = False
+) -> Tensor:
     """Run `moe` for any number of tokens, in pieces that its kernel takes.
 
     A kernel that takes no symbolic number of tokens gets their upper bound: copies of the first
@@ -101,8 +107,8 @@ def run_experts(x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None
     """
     tokens = x.shape[0]
     padded = KEPT.get().padded_tokens
-    if not moe.is_kept:
-        return moe(x, weights, ids, *experts)
+    if not moe.is_kept or gelu:
+        return moe(x, weights, ids, *experts, gelu=gelu)
     known = isinstance(tokens, int)
     piece = padded or MAX_TOKENS
     max_tokens = tokens if known else upper_bound(tokens)

@@ -15,6 +15,7 @@ from mtpbuild.plugins import (
     experts_packed,
     gated_packed,
     gated_product,
+    gelu_gate,
     matmul_scaled,
     product_packed,
 )
@@ -53,11 +54,11 @@ class PackedBlocks(PackedWeight):
         """Return the weights [.., in] of the outputs `tokens` [..], in fp32."""
         return embedding_nbits(tokens, self.values, self.scales, self.outputs)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """Return silu(gate) * up [.., out / 2] of x [.., in]."""
+    def gated(self, x: Tensor, gelu: bool) -> Tensor:
+        """Return silu(gate) * up, or gelu(gate) * up, [.., out / 2] of x [.., in]."""
         if self.outputs % (2 * PANEL):  # the gates don't fill panels
-            return gate_halves(x @ self)
-        return gated_packed(x, self.values, self.scales, self.outputs)
+            return gate_halves(x @ self, gelu)
+        return gated_packed(x, self.values, self.scales, self.outputs, gelu)
 
 
 class EmbeddingBlocks(nn.Module):
@@ -83,13 +84,16 @@ def look_up(weight: Tensor | EmbeddingBlocks | PackedBlocks, tokens: Tensor) -> 
 class PackedExperts(PackedWeight):
     """Packed weights [X, in, out] of experts; gates and ups are each padded to whole panels."""
 
-    def weighed(self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def weighed(
+        self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor, gelu: bool
+    ) -> Tensor:
         """Return the weighed sum [.., E] of experts: x [.., E], weights and ids [.., k].
 
-        This module holds the experts' gate and up weights, `down` their down weights.
+        This module holds the experts' gate and up weights, `down` their down weights. gelu: of the
+        gates, in place of silu.
         """
         parts = self.values, self.scales, down.values, down.scales
-        return experts_packed(x, weights, ids, *parts)
+        return experts_packed(x, weights, ids, *parts, gelu=gelu)
 
 
 class ExpertRows(nn.Module):
@@ -100,11 +104,13 @@ class ExpertRows(nn.Module):
         count, inputs, outputs = weight.shape
         self.rows = parameter(count, outputs, inputs, dtype=weight.dtype)
 
-    def weighed(self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    def weighed(
+        self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor, gelu: bool
+    ) -> Tensor:
         """Do the same as `PackedExperts.weighed`."""
         weights = torch.where(ids == NO_EXPERT, 0.0, weights)
         repeated = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
-        y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows)
+        y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows, gelu)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
@@ -158,17 +164,24 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     )
 
 
-def multiply_gated(x: Tensor, weight: "Tensor | PackedBlocks | ScaledWeight") -> Tensor:
-    """Compute silu(gate) * up of x [.., E] -> [.., I]; the weight's outputs are gates, then ups."""
+def multiply_gated(
+    x: Tensor, weight: "Tensor | PackedBlocks | ScaledWeight", gelu: bool = False
+) -> Tensor:
+    """Compute silu(gate) * up, or gelu(gate) * up, of x [.., E] -> [.., I].
+
+    The weight's outputs are gates, then ups.
+    """
     if isinstance(weight, PackedBlocks):
-        return weight.gated(x)
-    return gated_product(x, weight) if isinstance(weight, Tensor) else gate_halves(x @ weight)
+        return weight.gated(x, gelu)
+    if isinstance(weight, Tensor) and not gelu:
+        return gated_product(x, weight)
+    return gate_halves(x @ weight, gelu)
 
 
-def gate_halves(y: Tensor) -> Tensor:
-    """Compute silu(gate) * up of y [.., 2 I], the gates first."""
+def gate_halves(y: Tensor, gelu: bool) -> Tensor:
+    """Compute silu(gate) * up, or gelu(gate) * up, of y [.., 2 I], the gates first."""
     gate, up = y.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gelu_gate(up, gate) if gelu else F.silu(gate) * up
 
 
 def weigh_chosen(
@@ -177,17 +190,22 @@ def weigh_chosen(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
+    gelu: bool = False,
 ) -> Tensor:
-    """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k]."""
+    """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k].
+
+    gelu: of their gates, in place of silu.
+    """
     if isinstance(gate_up, PackedExperts | ExpertRows):
         weighed: Callable[..., Tensor] = gate_up.weighed
-        return weighed(down, x, weights, ids)
+        return weighed(down, x, weights, ids, gelu)
     assert isinstance(down, Tensor | ScaledWeight)
     flat = (operand.flatten(0, -2) for operand in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = (
         w.parts if isinstance(w, ScaledWeight) else (w, None, None) for w in (gate_up, down)
     )
-    return run_experts(*flat, first, second, *scales, *down_scales).reshape(x.shape)
+    weights_of_all = (first, second, *scales, *down_scales)
+    return run_experts(*flat, *weights_of_all, gelu=gelu).reshape(x.shape)
 
 
 def replace_parameter(model: nn.Module, name: str, weight: nn.Module) -> None:

@@ -64,7 +64,7 @@ def cache_widths(c: GroupedConfig, ranks: Ranks) -> list[int]:
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
-def cache_sections(c: GroupedConfig) -> tuple[int, ...]:
+def cache_sections(c: GroupedConfig, layer: int) -> tuple[int, ...]:
     """Return the size of a cache row's parts, the keys and the values of a head."""
     return (c.head_dim,)
 

@@ -109,8 +109,9 @@ class MLP(nn.Module):
 
     by_kernel_of_few = ("gate_up_proj",)
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, gelu: bool = False) -> None:
         super().__init__()
+        self.gelu = gelu
         self.gate_up_proj = parameter(hidden, 2 * inner)
         self.down_proj = parameter(inner, hidden)
 
@@ -118,8 +119,8 @@ class MLP(nn.Module):
         return self.inner(x) @ self.down_proj
 
     def inner(self, x: Tensor) -> Tensor:
-        """Compute silu(gate) * up: x [.., E] -> [.., I]."""
-        return multiply_gated(x, self.gate_up_proj)
+        """Compute silu(gate) * up, or gelu(gate) * up: x [.., E] -> [.., I]."""
+        return multiply_gated(x, self.gate_up_proj, self.gelu)
 
 
 class DecoderLayer(nn.Module):

@@ -15,6 +15,9 @@ def compute_inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
         return base
     if rope.kind == "linear":
         return base / rope.factor
+    if rope.kind == "proportional":  # only the first pairs turn
+        turning = int(rope.partial_rotary_factor * dim / 2)
+        return torch.where(torch.arange(dim // 2) < turning, base / rope.factor, 0.0)
     if rope.kind == "llama3":
         return scale_as_llama3(rope, base)
 

@@ -62,7 +62,7 @@ def cache_widths(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
     return [c.cache_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
-def cache_sections(c: DeepseekV3Config) -> tuple[int, ...]:
+def cache_sections(c: DeepseekV3Config, layer: int) -> tuple[int, ...]:
     """Return the sizes of a cache row's parts: the latent, and the rotary key."""
     return c.kv_lora_rank, c.qk_rope_head_dim
 

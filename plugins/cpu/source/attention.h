@@ -26,19 +26,27 @@ void scores(const mtp::Attention& a, const float* rows, float* out) {
   for (int r = 0; r < KEYS; r++) store(out + LANES * r, sums[r]);
 }
 
-// The rows of a chunk that each lane sees. A lane that sees any position sees all before `common`.
+// The rows of a chunk that each lane sees. A lane that sees any position sees all those from
+// `begin` to `common`.
 struct Seen {
-  int64_t count, common;
-  Floats visible;
+  int64_t count, begin, common;
+  Floats visible, hidden;
 
-  Seen(const mtp::Attention& a, int64_t at, int64_t count) : count(count), common(count) {
-    float lanes[LANES];
+  Seen(const mtp::Attention& a, int64_t at, int64_t count) : count(count), begin(0), common(count) {
+    float ends[LANES], starts[LANES];
     for (int i = 0; i < LANES; i++) {
-      int64_t own = a.seen[i] - at;
-      if (a.seen[i] > 0 && own < common) common = own > 0 ? own : 0;
-      lanes[i] = static_cast<float>(own);
+      int64_t end = a.seen[i] - at, start = a.from[i] - at;
+      if (a.seen[i] > 0 && end < common) common = end > 0 ? end : 0;
+      if (a.seen[i] > 0 && start > begin) begin = start < count ? start : count;
+      ends[i] = static_cast<float>(end), starts[i] = static_cast<float>(start);
     }
-    visible = load(lanes);
+    visible = load(ends), hidden = load(starts);
+    common = common > begin ? common : begin;
+  }
+  // Returns `value` in the lanes that see row r, and `other` in the rest.
+  Floats where(int64_t r, Floats value, Floats other) const {
+    Floats place = same(static_cast<float>(r)), upper = where_less(place, visible, value, other);
+    return begin > 0 ? where_less(place, hidden, other, upper) : upper;
   }
 };
 
@@ -48,30 +56,32 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
          float* mixed) {
   Floats sums[VALUES];
   for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + LANES * d), factor);
+  auto mix_masked = [&](int64_t r) {  // as 0 * NaN is NaN in lanes that don't see the row
+    Floats p = load(weights + LANES * r);
+    for (int d = 0; d < VALUES; d++)
+      sums[d] = seen.where(r, fma(p, same(rows[r * stride + d]), sums[d]), sums[d]);
+  };
   int64_t r = 0;
+  for (; r < seen.begin; r++) mix_masked(r);
   for (; r < seen.common; r++) {
     Floats p = load(weights + LANES * r);
 #pragma GCC unroll 16
     for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * stride + d]), sums[d]);
   }
-  for (; r < seen.count; r++) {  // masked, as 0 * NaN is NaN in lanes that don't see the row
-    Floats p = load(weights + LANES * r), place = same(static_cast<float>(r));
-    for (int d = 0; d < VALUES; d++) {
-      Floats more = fma(p, same(rows[r * stride + d]), sums[d]);
-      sums[d] = where_less(place, seen.visible, more, sums[d]);
-    }
-  }
+  for (; r < seen.count; r++) mix_masked(r);
   for (int d = 0; d < VALUES; d++) store(mixed + LANES * d, sums[d]);
 }
 
 // Returns a pointer to a chunk's rows, which are adjacent: in the cache, in the fresh rows, or in
-// `copy` if the chunk has rows of both or the cache is bfloat16.
+// `copy` if the chunk has rows of both or the cache is bfloat16. The cache has whole chunks, unless
+// it has all positions.
 inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
-  if (end <= a.base && a.cache) return a.cache + at * a.stride;
   if (at >= a.base) return a.fresh + (at - a.base) * a.stride;
+  int64_t place = at % a.ring * a.stride;
+  if (end <= a.base && a.cache) return a.cache + place;
   int64_t border = end < a.base ? end : a.base, old = (border - at) * a.stride;
-  if (a.cache) std::memcpy(copy, a.cache + at * a.stride, old * sizeof(float));
-  for (int64_t i = 0; !a.cache && i < old; i++) copy[i] = mtp::wide(a.halves[at * a.stride + i]);
+  if (a.cache) std::memcpy(copy, a.cache + place, old * sizeof(float));
+  for (int64_t i = 0; !a.cache && i < old; i++) copy[i] = mtp::wide(a.halves[place + i]);
   if (end > border) std::memcpy(copy + old, a.fresh, (end - border) * a.stride * sizeof(float));
   return copy;
 }
@@ -79,16 +89,13 @@ inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end,
 // Turns a chunk's scores into weights; returns the factor for the sums of earlier chunks.
 inline Floats weigh(float* chunk, const Seen& seen, const mtp::Partial& out) {
   Floats before = load(out.largest), top = before, lowest = same(LOWEST);
-  for (int64_t r = 0; r < seen.count; r++) {
-    Floats place = same(static_cast<float>(r));
-    top = max(top, where_less(place, seen.visible, load(chunk + LANES * r), lowest));
-  }
+  for (int64_t r = 0; r < seen.count; r++)
+    top = max(top, seen.where(r, load(chunk + LANES * r), lowest));
   Floats sum = same(0.0f);
   for (int64_t r = 0; r < seen.count; r++) {
-    Floats place = same(static_cast<float>(r));
     Floats score = load(chunk + LANES * r), weight = exp(max(same(LOG_FLOOR), sub(score, top)));
     weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
-    weight = where_less(place, seen.visible, weight, same(0.0f));
+    weight = seen.where(r, weight, same(0.0f));
     sum = add(sum, weight);
     store(chunk + LANES * r, weight);
   }

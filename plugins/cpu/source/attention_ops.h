@@ -8,11 +8,12 @@ namespace {
 // or, if `heads` is H, q [B, T, H * C] -> [B, T, H * latent].
 //
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
-// begin at base. written: the fresh rows are in the cache from base on. The cache may be bfloat16;
-// fresh rows are then rounded to it already. Or it is int8 (`Sections`); fresh rows are then
-// rounded here. A row has a key of C numbers for each of `groups` heads, and from number `values`
-// on `latent` values for each, which may overlap the keys. H / groups adjacent query heads share a
-// key.
+// begin at base. With a window it sees that many of them, the last one included; position p is then
+// in row p % S of the cache. written: the fresh rows are in the cache from base on. The cache may
+// be bfloat16; fresh rows are then rounded to it already. Or it is int8 (`Sections`); fresh rows
+// are then rounded here. A row has a key of C numbers for each of `groups` heads, and from number
+// `values` on `latent` values for each, which may overlap the keys. H / groups adjacent query heads
+// share a key.
 //
 // chosen [B, T, k], only for one group: a query sees only the rows at these positions, in their
 // order. Positions that do not exist, such as -1, are skipped, but NO_NUMBER makes the result NaN.
@@ -24,6 +25,7 @@ struct AttentionOp : FloatOperator {
   float scale = from.real("scale");
   int64_t groups = from.integer("groups"), values = from.integer("values");
   int64_t latent = from.integer("latent"), heads = from.value_or<int64_t>("heads", 0);
+  int64_t window = from.value_or<int64_t>("window", 0);  // 0: no bound
   bool written = from.flag("written");
 
   void compute(Call& call) const {
@@ -76,7 +78,9 @@ struct AttentionOp : FloatOperator {
   // Some queries of a slot and a group: at most 16, or QUERIES over int8 rows.
   struct Lanes {
     int64_t slot, group, first, count, base, end;
-    int32_t seen[mtp::QUERIES];
+    int64_t split;  // the first one that a query sees
+    int32_t seen[mtp::QUERIES], from[mtp::QUERIES];
+    int64_t splits() const { return ceil_div(end, mtp::SPLIT) - split; }
   };
 
   void attend(Call& call, const Job& job, const Tensor& base, const Tensor& first,
@@ -90,7 +94,7 @@ struct AttentionOp : FloatOperator {
       for (int64_t i = 0; i < product(job.slots, groups, ceil_div(job.queries(), blocks * LANES));
            i++) {
         lanes.push_back(look(job, i, blocks * LANES, base.data<int64_t>(), first.data<int64_t>()));
-        splits = std::max(splits, ceil_div(lanes.back().end, mtp::SPLIT));
+        splits = std::max(splits, lanes.back().splits());
       }
     };
     blocks = std::max<int64_t>(1, min(blocks, ceil_div(job.queries(), LANES)));
@@ -101,12 +105,12 @@ struct AttentionOp : FloatOperator {
     in_splits(
         call, static_cast<int64_t>(lanes.size()), blocks, splits,
         product(job.slots, job.heads, job.tokens, splits, mtp::SPLIT, job.width + latent),
-        [&](int64_t i) { return ceil_div(lanes[i].end, mtp::SPLIT); },
+        [&](int64_t i) { return lanes[i].splits(); },
         [&](int64_t i, int64_t split, float* part) {
           if (rounded)
-            rounded->attend(lanes[i], split, part);
+            rounded->attend(lanes[i], lanes[i].split + split, part);
           else
-            attend(job, lanes[i], split, part);
+            attend(job, lanes[i], lanes[i].split + split, part);
         },
         [&](int64_t i, int64_t block, const float* part) {
           for (int64_t n = block * LANES; n < min(lanes[i].count, (block + 1) * LANES); n++)
@@ -121,16 +125,19 @@ struct AttentionOp : FloatOperator {
              const int64_t* first) const {
     int64_t pieces = ceil_div(job.queries(), each), group = number / pieces, old = job.rows.old;
     int64_t at = number % pieces * each;
-    Lanes lanes{group / groups, group % groups, at, min(each, job.queries() - at), 0, 0, {}};
-    int64_t from = job.rows.clamped(base[lanes.slot]);
-    lanes.base = written ? old : from;
-    int64_t limit = written ? old : min<int64_t>(from + job.rows.count, INT32_MAX);
-    int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
+    Lanes lanes{group / groups, group % groups, at, min(each, job.queries() - at), 0, 0, 0, {}, {}};
+    int64_t most = INT32_MAX - job.tokens, given = base[lanes.slot];
+    int64_t begin = window ? std::max<int64_t>(0, min(given, most)) : job.rows.clamped(given);
+    int64_t limit = written ? (window ? most : old) : min<int64_t>(begin + job.rows.count, most);
+    lanes.base = written ? limit : begin;
+    int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit)), lowest = INT32_MAX;
     for (int64_t i = 0; i < lanes.count; i++) {
-      int64_t seen = min(limit, from + offset + (at + i) / job.per_group + 1);
-      lanes.seen[i] = static_cast<int32_t>(seen);
-      lanes.end = std::max(lanes.end, seen);
+      int64_t seen = min(limit, begin + offset + (at + i) / job.per_group + 1);
+      int64_t from = window ? std::max<int64_t>(0, seen - window) : 0;
+      lanes.seen[i] = static_cast<int32_t>(seen), lanes.from[i] = static_cast<int32_t>(from);
+      lanes.end = std::max(lanes.end, seen), lowest = min(lowest, from);
     }
+    lanes.split = lowest / mtp::SPLIT;
     return lanes;
   }
 
@@ -217,15 +224,15 @@ struct AttentionOp : FloatOperator {
       if (row != to) std::copy_n(row, job.width, to);
     }
     for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
-      int32_t seen[LANES];
+      int32_t seen[LANES], from_none[LANES] = {};
       auto queries = scratch<float>(job.width, LANES);
       for (int64_t i = 0; i < LANES; i++) {
         bool there = head + i < job.heads;
         put_query(job, there ? job.row(m, head + i) : -1, i, &queries[0]);
         seen[i] = there ? static_cast<int32_t>(count) : 0;
       }
-      mtp::Attention a{queries.get(), seen, &rows[0],  nullptr, nullptr, count,
-                       job.width,     0,    job.width, 0,       latent};
+      mtp::Attention a{queries.get(), seen,      from_none, &rows[0],  nullptr, nullptr, count,
+                       count,         job.width, 0,         job.width, 0,       latent};
       k.attend(a, 0, count, nullptr, partial(parts));
     }
   }
@@ -240,11 +247,14 @@ struct AttentionOp : FloatOperator {
     }
     const Rows& rows = job.rows;
     int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
+    if (split == lanes.split)
+      begin = *std::min_element(lanes.from, lanes.from + lanes.count) / mtp::CHUNK * mtp::CHUNK;
     bool meet = begin < lanes.base && lanes.base < end;
     auto copy = scratch<float>(meet || rows.halves ? mtp::CHUNK : 0, rows.stride);
     int64_t old = lanes.slot * rows.old * rows.stride;
     mtp::Attention a{};
-    a.queries = queries.get(), a.seen = lanes.seen;
+    a.queries = queries.get(), a.seen = lanes.seen, a.from = lanes.from,
+    a.ring = std::max<int64_t>(1, rows.old);
     if (rows.halves)
       a.halves = rows.cache.data<mtp::Bf16>() + old;
     else
@@ -315,7 +325,7 @@ struct AttentionOp : FloatOperator {
 
     void attend(const Lanes& lanes, int64_t split, float* part) const {
       const InputBlock* in[mtp::QUERIES];
-      int32_t seen[mtp::QUERIES];
+      int32_t seen[mtp::QUERIES], from[mtp::QUERIES];
       const int8_t* rows[mtp::SPLIT] = {};
       int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
       int64_t bytes = sections.bytes;
@@ -323,11 +333,13 @@ struct AttentionOp : FloatOperator {
         in[i] = &queries[job.place(lanes.slot, lanes.group, lanes.first + i) * key];
         seen[i] =
             static_cast<int32_t>(std::max<int64_t>(0, min<int64_t>(lanes.seen[i], end) - begin));
+        from[i] = min(seen[i], static_cast<int32_t>(std::max<int64_t>(0, lanes.from[i] - begin)));
       }
       for (int64_t r = 0; r < mtp::SPLIT && begin < end; r++) {
         int64_t at = min(begin + r, end - 1);
         const int8_t* old =
-            job.rows.cache.data<int8_t>() + (lanes.slot * job.rows.old + at) * bytes;
+            job.rows.cache.data<int8_t>() +
+            (lanes.slot * job.rows.old + at % std::max<int64_t>(1, job.rows.old)) * bytes;
         rows[r] =
             at < lanes.base ? old : &fresh[(lanes.slot * job.rows.count + at - lanes.base) * bytes];
       }
@@ -336,7 +348,7 @@ struct AttentionOp : FloatOperator {
       auto scores = scratch<float>(lanes.count, mtp::SPLIT);
       auto panel = scratch<uint8_t>(std::max(key, mtp::SPLIT / BLOCK), PANEL * (BLOCK + 4));
       own.k.attend_integers(
-          {lanes.count, in, seen, rows, keys, values, key, value, scores.get(), panel.get()},
+          {lanes.count, in, seen, from, rows, keys, values, key, value, scores.get(), panel.get()},
           own.latent, part);
     }
   };

@@ -122,10 +122,11 @@ struct Fresh {
 // Writes result 2: a cache [slots, 1, S, width] with the fresh rows from start [slots] on. It is
 // updated in place if input and output are bound to the same memory. With a bfloat16 cache the
 // fresh rows are rounded, too, so that a step reads the same values as later steps; attention over
-// an int8 cache rounds fresh rows itself, by the same sections.
+// an int8 cache rounds fresh rows itself, by the same sections. ring: after its last row the cache
+// begins anew, and a slot whose start is negative writes nothing.
 template <class C>
 void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
-                const Fresh& size, const Sections& sections) {
+                const Fresh& size, const Sections& sections, bool ring = false) {
   int64_t width = std::is_same_v<C, int8_t> ? sections.bytes : size.width;
   REQUIRE(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
               cache.shape[3] == width && start.is({size.slots}),
@@ -134,21 +135,24 @@ void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& s
   if (updated != cache.memory) std::memcpy(updated, cache.memory, cache.count(0, 4) * sizeof(C));
   for (int64_t slot = 0; slot < size.slots; slot++) {
     int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
-    REQUIRE(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
+    REQUIRE(size.tokens <= rows && (ring || (at >= 0 && at <= rows - size.tokens)), op,
             std::to_string(size.tokens) + " rows from " + std::to_string(at) +
                 " on in a cache of " + std::to_string(rows));
-    float* own = fresh + slot * size.tokens * size.width;
-    C* to = updated + (slot * rows + at) * width;
-    if constexpr (std::is_same_v<C, int8_t>)
-      for (int64_t t = 0; t < size.tokens; t++)
-        sections.round(own + t * size.width, to + t * width);
-    else
-      for (int64_t i = 0; i < size.tokens * size.width; i++) {
-        if constexpr (std::is_same_v<C, float>)
-          to[i] = own[i];
-        else
-          own[i] = mtp::wide(to[i] = mtp::narrow(own[i]));
+    for (int64_t t = 0; t < size.tokens; t++) {
+      float* own = fresh + (slot * size.tokens + t) * size.width;
+      C* to = updated + (slot * rows + std::max<int64_t>(0, at + t) % rows) * width;
+      if constexpr (std::is_same_v<C, int8_t>) {
+        if (at >= 0) sections.round(own, to);
+      } else if constexpr (std::is_same_v<C, float>) {
+        if (at >= 0) std::copy_n(own, width, to);
+      } else {
+        for (int64_t i = 0; i < width; i++) {
+          mtp::Bf16 rounded = mtp::narrow(own[i]);
+          own[i] = mtp::wide(rounded);
+          if (at >= 0) to[i] = rounded;
+        }
       }
+    }
   }
 }
 

@@ -7,8 +7,10 @@ namespace {
 // As defined in `plugins/grouped_rows/op.py`: a [B, T, H * D + others + 2 * G * D] of queries,
 // other values, keys and values -> queries and others [B, T, H * D + others], cache rows
 // [B, 1, T, 2 * G * D]. The heads of queries and keys are normed, if there are norms [D], then
-// their first values are rotated. If there is a cache [B, 1, S, 2 * G * D], it is the third result,
-// with the rows written from start [B] on.
+// their first values are rotated. norms_values: values are normed, without a weight. shares_values:
+// `a` has none; they are the keys as they come. If there is a cache [B, 1, S, 2 * G * D], it is the
+// third result, with the rows written from start [B] on; ring: after its last row it begins anew,
+// and a slot whose start is negative writes nothing.
 template <class C>
 struct GroupedRows : FloatOperator {
   static constexpr const char* name =
@@ -21,17 +23,21 @@ struct GroupedRows : FloatOperator {
   int64_t width = from.integer("width");
   float epsilon = from.real("epsilon");
   bool plus_one = from.flag("plus_one");  // a norm multiplies by 1 + weight
+  bool norms_values = from.value_or<int64_t>("norms_values", 0);
+  bool shares_values = from.value_or<int64_t>("shares_values", 0);
+  bool ring = from.value_or<int64_t>("ring", 0);
 
   void compute(Call& call) const {
     Tensor a = call.input(0);
-    REQUIRE(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 &&
-                product(heads, width) <= a.shape[2] - product(2, groups, width),
+    REQUIRE(a.rank() == 3 && heads >= 0 && groups >= 0 && width > 0 &&
+                product(heads, width) <= a.shape[2] - product(parts(), groups, width),
             name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], all = a.shape[2], rows = slots * tokens;
-    int64_t keys = groups * width, queries = all - 2 * keys;
+    int64_t keys = groups * width, queries = all - parts() * keys;
     Angles angles(name, call.input(3), call.input(4), slots, tokens);
     REQUIRE(2 * angles.half <= width, name, "angles " + angles.cos.text() + " of a head's numbers");
     std::vector<float> q_norm = weight(call.input(1, true)), k_norm = weight(call.input(2, true));
+    std::vector<float> ones(norms_values ? width : 0, 1.0f);
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
     run_tasks(call, rows, product(8, rows, all), [&](int64_t m) {
@@ -41,15 +47,20 @@ struct GroupedRows : FloatOperator {
       std::copy(row + heads * width, row + queries, own + heads * width);
       for (int64_t g = 0; g < groups; g++)
         head(row + queries + g * width, k_norm, angles, m, rest + g * width);
-      std::copy(row + queries + keys, row + all, rest + keys);
+      const float* values = row + all - keys;  // the keys, if they are shared
+      for (int64_t g = 0; g < groups && norms_values; g++)
+        k.norm(values + g * width, ones.data(), width, epsilon, rest + keys + g * width);
+      if (!norms_values) std::copy(values, values + keys, rest + keys);
     });
     Tensor cache = call.input(5, true);
     if (cache.memory)
       write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys},
-                    {{width}, 2 * groups});
+                    {{width}, 2 * groups}, ring);
   }
 
  private:
+  int64_t parts() const { return shares_values ? 1 : 2; }  // of keys, and values
+
   std::vector<float> weight(const Tensor& norm) const {
     if (!norm.memory) return {};
     REQUIRE(norm.is({width}), name, "norm " + norm.text());

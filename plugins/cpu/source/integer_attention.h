@@ -46,21 +46,38 @@ inline void pack_keys(const mtp::IntegerAttention& a, const int8_t* const* rows,
   }
 }
 
+// The rows that a query sees.
+struct Sight {
+  int64_t from;
+  Floats hidden, visible, lanes;
+
+  Sight(int64_t from, int64_t seen)
+      : from(from),
+        hidden(same(static_cast<float>(from))),
+        visible(same(static_cast<float>(seen))) {
+    float place[LANES];
+    for (int i = 0; i < LANES; i++) place[i] = static_cast<float>(i);
+    lanes = load(place);
+  }
+  // Returns `value` where the query sees rows r .. r + 15, else `other`.
+  Floats where(int64_t r, Floats value, Floats other) const {
+    Floats place = add(lanes, same(static_cast<float>(r)));
+    Floats upper = where_less(place, visible, value, other);
+    return from > r ? where_less(place, hidden, other, upper) : upper;
+  }
+};
+
 // The scales of a block of a split's values. Those that are not finite are 0: the scores of their
 // rows are NaN. So are negative ones, which only a damaged cache holds: no weight leaves 0 .. 127.
 struct Factors {
   alignas(64) float of[mtp::SPLIT], normed[mtp::SPLIT];  // normed: over the largest of 32 rows
   float tops[PARTS];
 
-  // Returns the largest of those of 32 rows that a query sees.
-  float top(int64_t part, int64_t seen) const {
-    float place[LANES];
-    for (int i = 0; i < LANES; i++) place[i] = static_cast<float>(i);
-    Floats visible = same(static_cast<float>(seen)), lanes = load(place), zero = same(0.0f);
+  // Returns the largest of those of 32 rows that a query sees: from one on, up to `seen`.
+  float top(int64_t part, int64_t from, int64_t seen) const {
+    Sight sight(from, seen);
     Floats low = load(of + mtp::BLOCK * part), high = load(of + mtp::BLOCK * part + LANES);
-    low = where_less(lanes, visible, low, zero);
-    return largest(
-        max(low, where_less(add(lanes, same(static_cast<float>(LANES))), visible, high, zero)));
+    return largest(max(sight.where(0, low, same(0.0f)), sight.where(LANES, high, same(0.0f))));
   }
 };
 
@@ -79,24 +96,21 @@ inline void pack_values(const mtp::RowBlock& block, const int8_t* const* rows, i
     store(factors.of + r, max(found, same(0.0f)));
   }
   for (int64_t part = 0; part < parts; part++) {
-    float top = factors.tops[part] = factors.top(part, mtp::BLOCK);
+    float top = factors.tops[part] = factors.top(part, 0, mtp::BLOCK);
     Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
     for (int64_t r = mtp::BLOCK * part; r < mtp::BLOCK * (part + 1); r += LANES)
       store(factors.normed + r, mul(load(factors.of + r), inverse));
   }
 }
 
-// Turns scores of `seen` rows into weights; up to `count` there follow zeros. Each 32 weights are
-// scaled to a largest one of 127, and their scale is returned.
-inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, float* largest_score,
-                  float* sum) {
-  Floats visible = same(static_cast<float>(seen)), lowest = same(LOWEST), tops = lowest;
-  float place[LANES];
-  for (int i = 0; i < LANES; i++) place[i] = static_cast<float>(i);
-  Floats lanes = load(place);
-  auto sees = [&](int64_t r) { return add(lanes, same(static_cast<float>(r))); };
+// Turns scores of the rows from one up to `seen` into weights; up to `count` others are zeros. Each
+// 32 weights are scaled to a largest one of 127, and their scale is returned.
+inline void weigh(float* scores, int64_t from, int64_t seen, int64_t count, float* scales,
+                  float* largest_score, float* sum) {
+  Floats lowest = same(LOWEST), tops = lowest;
+  Sight sight(from, seen);
   for (int64_t r = 0; r < seen; r += LANES)
-    tops = max(tops, where_less(sees(r), visible, load(scores + r), lowest));
+    tops = max(tops, sight.where(r, load(scores + r), lowest));
   Floats top = same(largest(tops)), sums = same(0.0f);
   for (int64_t b = 0; b < count; b += mtp::BLOCK) {
     Floats both[2];
@@ -104,7 +118,7 @@ inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, flo
       int64_t r = b + LANES * i;
       Floats score = load(scores + r), weight = exp(max(same(LOG_FLOOR), sub(score, top)));
       weight = fma(score, same(0.0f), weight);  // NaN unless the score is finite
-      both[i] = where_less(sees(r), visible, weight, same(0.0f));
+      both[i] = sight.where(r, weight, same(0.0f));
       sums = add(sums, both[i]);
     }
     float most = largest(max(both[0], both[1]));
@@ -116,14 +130,15 @@ inline void weigh(float* scores, int64_t seen, int64_t count, float* scales, flo
   *sum = tree(sums);
 }
 
-// Rounds a query's weights of `seen` rows, times the scales of a block of values, to int8.
-inline void share(const float* weights, const float* scales, int64_t seen, const Factors& factors,
-                  int64_t parts, mtp::InputBlock* out) {
+// Rounds a query's weights of the rows that it sees, times the scales of a block of values, to
+// int8.
+inline void share(const float* weights, const float* scales, int64_t from, int64_t seen,
+                  const Factors& factors, int64_t parts, mtp::InputBlock* out) {
   for (int64_t part = 0, r = 0; part < parts; part++, r += mtp::BLOCK) {
     Floats low = load(factors.normed + r), high = load(factors.normed + r + LANES);
     float top = factors.tops[part];
-    if (seen < r + mtp::BLOCK) {
-      top = factors.top(part, seen - r);
+    if (seen < r + mtp::BLOCK || from > r) {
+      top = factors.top(part, from - r, seen - r);
       Floats inverse = same(top > 0.0f ? 1.0f / top : 0.0f);
       low = mul(load(factors.of + r), inverse), high = mul(load(factors.of + r + LANES), inverse);
     }
@@ -199,14 +214,14 @@ void attend_integers(const mtp::IntegerAttention& a, int64_t latent, float* out)
   };
   for (int64_t i = 0; i < a.count; i++) {
     float* own = partial(i);
-    weigh(a.scores + mtp::SPLIT * i, a.seen[i], mtp::BLOCK * parts, scales[i], own,
+    weigh(a.scores + mtp::SPLIT * i, a.from[i], a.seen[i], mtp::BLOCK * parts, scales[i], own,
           own + mtp::LANES);
     in[i] = shares[i], to[i] = products[i];
   }
   for (int64_t b = 0, at = 0; b < a.value_blocks; at += a.values[b++].count) {
     pack_values(a.values[b], a.rows, parts, a.panel, factors);
     for (int64_t i = 0; i < a.count; i++)
-      share(a.scores + mtp::SPLIT * i, scales[i], a.seen[i], factors, parts, shares[i]);
+      share(a.scores + mtp::SPLIT * i, scales[i], a.from[i], a.seen[i], factors, parts, shares[i]);
     for (int64_t m = 0, some; m < a.count; m += some) {
       some = next_tile(a.count - m, TILE_KEYS);
       multiply_some<false, TILE_KEYS>(some, a.panel, nullptr, parts, in + m, to + m);

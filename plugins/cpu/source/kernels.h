@@ -53,10 +53,12 @@ struct FloatPanels {
 struct Attention {
   const float* queries;  // [width][LANES], scaled
   const int32_t* seen;   // [LANES]: a lane sees the positions below it
+  const int32_t* from;   // [LANES]: and not those below this one
   const float* cache;    // [.., stride]: positions before `base`; null if they are in `halves`
   const Bf16* halves;
   const float* fresh;  // [.., stride]: positions from `base` on; may be null if none is seen
   int64_t base;
+  int64_t ring;            // rows of the cache, which begins anew after them
   int64_t stride;          // of a row
   int64_t keys, width;     // offset and size of its key
   int64_t values, latent;  // offset and number of its values
@@ -81,6 +83,7 @@ struct IntegerAttention {
   int64_t count;                     // of queries
   const InputBlock* const* queries;  // blocks as those of a key, scaled, of numbers in -64 .. 64
   const int32_t* seen;               // [count]: a query sees the rows below it
+  const int32_t* from;               // [count]: and not those below this one
   const int8_t* const* rows;         // [SPLIT]; those that no query sees are any rows
   const RowBlock* keys;
   const RowBlock* values;
@@ -123,9 +126,13 @@ struct Kernels {
                  float* const* out);
   // gate [count] -> silu(gate) * up; count is a multiple of LANES.
   void (*gated)(float* gate, const float* up, int64_t count);
+  // The same with gelu, by its approximation with tanh.
+  void (*gated_gelu)(float* gate, const float* up, int64_t count);
   // x [count] -> x / rms(x) * weight
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* out);
   void (*sigmoid)(const float* x, int64_t count, float* out);
+  // x [count] -> cap * tanh(x / cap)
+  void (*soft_cap)(const float* x, int64_t count, float cap, float* out);
   // Ties go to the lowest index; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
   // Attends to positions begin .. end - 1: at most SPLIT, and begin is a multiple of SPLIT. rows:

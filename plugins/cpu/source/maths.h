@@ -31,6 +31,12 @@ inline Floats exp(Floats x) {
 
 inline Floats silu(Floats x) { return div(x, add(same(1.0f), exp(sub(same(0.0f), x)))); }
 
+// x * (1 + tanh(z)) / 2 with z = sqrt(2 / pi) * (x + 0.044715 x^3), which is x * sigmoid(2 z).
+inline Floats gelu(Floats x) {
+  Floats z = fma(mul(mul(x, x), x), same(0.044715f), x);
+  return div(x, add(same(1.0f), exp(mul(z, same(-1.5957691216f)))));
+}
+
 // Sums 16 lanes by adding halves.
 inline float tree(Floats x) {
   float lanes[LANES];
@@ -43,6 +49,11 @@ inline float tree(Floats x) {
 void gated(float* gate, const float* up, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES)
     store(gate + i, mul(silu(load(gate + i)), load(up + i)));
+}
+
+void gated_gelu(float* gate, const float* up, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES)
+    store(gate + i, mul(gelu(load(gate + i)), load(up + i)));
 }
 
 // Lane i sums squares i, i + 16, ..; the speed is limited by reading the row.
@@ -72,6 +83,18 @@ void sigmoid(const float* x, int64_t count, float* out) {
     float lanes[LANES];
     Floats e = exp(sub(same(0.0f), load_some(x + i, some)));
     store(lanes, div(same(1.0f), add(same(1.0f), e)));
+    std::memcpy(out + i, lanes, some * sizeof(float));
+  }
+}
+
+// cap * tanh(x / cap), as tanh(z) = 1 - 2 / (exp(2 z) + 1)
+void soft_cap(const float* x, int64_t count, float cap, float* out) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t some = count - i < LANES ? count - i : LANES;
+    float lanes[LANES];
+    Floats e = exp(mul(load_some(x + i, some), same(2.0f / cap)));
+    Floats share = div(same(2.0f), add(e, same(1.0f)));
+    store(lanes, mul(sub(same(1.0f), share), same(cap)));
     std::memcpy(out + i, lanes, some * sizeof(float));
   }
 }

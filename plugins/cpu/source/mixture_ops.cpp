@@ -1,4 +1,5 @@
 // Mixtures of experts: routing, and experts with fp32 or integer weights.
+#include "exponential.h"
 #include "registry.h"
 #include "weights.h"
 
@@ -63,8 +64,8 @@ struct Routed {
   }
 };
 
-// Runs each row through its expert, down(silu(gate(x)) * up(x)), and sums a token's rows as Routed
-// says; adds sum [.., E], if there is one.
+// Runs each row through its expert, down(silu(gate(x)) * up(x)) or with gelu, and sums a token's
+// rows as Routed says; adds sum [.., E], if there is one.
 //
 // Weights: gates and ups [X, 2 P, ..], whose panels alternate, and downs [X, ..], whose I inputs
 // fill P panels; integers have scales. An expert's weights are read once for all of its rows.
@@ -73,6 +74,7 @@ struct Experts : FloatOperator {
   static constexpr Operand inputs[] = {FLOAT,          FLOAT, INT32,          ANY,
                                        maybe(FLOAT16), ANY,   maybe(FLOAT16), maybe(FLOAT)};
   using FloatOperator::FloatOperator;
+  decltype(k.gated) gated = from.value_or<int64_t>("gelu", 0) ? k.gated_gelu : k.gated;
 
   void compute(Call& call) const {
     Tensor x = call.input(0), ups = call.input(3), downs = call.input(5);
@@ -114,7 +116,7 @@ struct Experts : FloatOperator {
       for (int64_t i = 0; i < run.count; i++) {
         Input* own = &hidden[routed.rows[run.first + i] * units + panel * W::UNIT];
         for (int64_t n = 0; n < columns; n += PANEL, own += W::UNIT) {
-          k.gated(all[i] + 2 * n, all[i] + 2 * n + PANEL, PANEL);
+          gated(all[i] + 2 * n, all[i] + 2 * n + PANEL, PANEL);
           W::convert(k, all[i] + 2 * n, PANEL, own);
         }
       }
@@ -133,6 +135,50 @@ struct Experts : FloatOperator {
       down.multiply(k, run.expert, panel, outers.columns(t % outers.count), run.count, from, to);
     });
     routed.finish(call, results.get(), sum, width, y);
+  }
+};
+
+// Returns the index of the highest number that is not taken; ties go to the lowest index.
+int64_t highest(const float* x, const std::vector<char>& taken) {
+  int64_t best = -1, count = static_cast<int64_t>(taken.size());
+  for (int64_t i = 0; i < count; i++)
+    if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
+  return best;
+}
+
+// logits [.., X], scales [X] -> weights and ids [.., experts]: the softmax of the highest logits,
+// in falling order, ties by rising id; each is times its expert's scale. A NaN makes them NaN.
+struct SoftmaxRoute : FloatOperator {
+  static constexpr const char* name = "SoftmaxRoute";
+  static constexpr Operand inputs[] = {FLOAT, FLOAT};
+  static constexpr Operand results[] = {FLOAT, INT32};
+  using FloatOperator::FloatOperator;
+  int64_t experts = from.integer("experts");
+
+  void compute(Call& call) const {
+    Tensor logits = call.input(0), scales = call.input(1);
+    int64_t all = logits.last(), rows = logits.rows();
+    REQUIRE(logits.rank() > 0 && scales.is({all}) && experts > 0 && experts <= all, name,
+            "logits " + logits.text() + ", scales " + scales.text());
+    std::vector<int64_t> shape = logits.with_last(experts);
+    float* weights = call.output(shape);
+    int32_t* ids = call.output<int32_t>(shape, 1);
+    run_tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
+      const float* row = logits.data<float>() + m * all;
+      std::vector<char> taken(all, 0);
+      std::vector<double> shares(experts);
+      double total = std::any_of(row, row + all, [](float x) { return x != x; }) ? NAN : 0.0;
+      for (int64_t i = 0; i < experts; i++) {
+        int64_t best = std::max<int64_t>(0, highest(row, taken));
+        taken[best] = 1;
+        ids[m * experts + i] = static_cast<int32_t>(best);
+        total += shares[i] =
+            mtp::exponential(static_cast<double>(row[best]) - row[ids[m * experts]]);
+      }
+      for (int64_t i = 0; i < experts; i++)
+        weights[m * experts + i] =
+            static_cast<float>(shares[i] / total) * scales.data<float>()[ids[m * experts + i]];
+    });
   }
 };
 
@@ -167,14 +213,6 @@ struct Route : FloatOperator {
   }
 
  private:
-  // Returns the index of the highest number that is not taken; ties go to the lowest index.
-  static int64_t highest(const float* x, const std::vector<char>& taken) {
-    int64_t best = -1, count = static_cast<int64_t>(taken.size());
-    for (int64_t i = 0; i < count; i++)
-      if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
-    return best;
-  }
-
   void choose(const float* logits, const float* bias, int64_t all, float* weights,
               int32_t* ids) const {
     std::vector<float> scores(all), biased(all);
@@ -250,6 +288,6 @@ struct Weigh : FloatOperator {
   }
 };
 
-const Registered<Experts, Route, Weigh> registered;
+const Registered<Experts, SoftmaxRoute, Route, Weigh> registered;
 
 }  // namespace

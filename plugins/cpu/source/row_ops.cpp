@@ -24,13 +24,57 @@ struct Norm : FloatOperator {
   }
 };
 
-// x * silu(z), or x * sigmoid(z): x has as many numbers as z; the result has z's shape.
+// (x + y / rms(y) * weight [N]) * factor [1], if there is one; x and y [.., N]
+struct NormSum : FloatOperator {
+  static constexpr const char* name = "NormSum";
+  static constexpr Operand inputs[] = {FLOAT, FLOAT, FLOAT, maybe(FLOAT)};
+  using FloatOperator::FloatOperator;
+  float epsilon = from.real("epsilon");
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), y = call.input(1), w = call.input(2), scale = call.input(3, true);
+    REQUIRE(w.rank() == 1 && y.rank() > 0 && y.last() > 0 && y.last() == w.shape[0] &&
+                x.shape == y.shape && (!scale.memory || scale.is({1})),
+            name, x.text() + " + " + y.text() + ", " + w.text());
+    int64_t rows = y.rows(), size = y.last();
+    float factor = scale.memory ? *scale.data<float>() : 1.0f;
+    float* sums = call.output(y.shape);
+    run_tasks(call, rows, product(4, rows, size), [&](int64_t m) {
+      auto normed = scratch<float>(size);
+      k.norm(y.data<float>() + m * size, w.data<float>(), size, epsilon, normed.get());
+      const float* row = x.data<float>() + m * size;
+      for (int64_t i = 0; i < size; i++) sums[m * size + i] = (row[i] + normed[i]) * factor;
+    });
+  }
+};
+
+// cap * tanh(x / cap)
+struct SoftCap : FloatOperator {
+  static constexpr const char* name = "SoftCap";
+  static constexpr Operand inputs[] = {FLOAT};
+  static constexpr int64_t PART = 4096;  // numbers in a task
+  using FloatOperator::FloatOperator;
+  float cap = from.real("cap");
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    int64_t count = x.count();
+    float* y = call.output(x.shape);
+    run_tasks(call, ceil_div(count, PART), product(16, count), [&](int64_t i) {
+      int64_t first = i * PART, some = min(PART, count - first);
+      k.soft_cap(x.data<float>() + first, some, cap, y + first);
+    });
+  }
+};
+
+// x * silu(z), x * gelu(z) or x * sigmoid(z): x has as many numbers as z; the result has z's shape.
 struct Gate : FloatOperator {
   static constexpr const char* name = "Gate";
   static constexpr Operand inputs[] = {FLOAT, FLOAT};
   static constexpr int64_t PART = 1024;  // numbers in a task
   using FloatOperator::FloatOperator;
-  bool silu = from.flag("silu");
+  bool silu = from.value_or<int64_t>("silu", 0), gelu = from.value_or<int64_t>("gelu", 0);
+  decltype(k.gated) gated = gelu ? k.gated_gelu : k.gated;
 
   void compute(Call& call) const {
     Tensor x = call.input(0), z = call.input(1);
@@ -41,18 +85,18 @@ struct Gate : FloatOperator {
       int64_t first = i * PART, some = min(PART, count - first), vectors = some / LANES * LANES;
       const float *own = x.data<float>() + first, *gate = z.data<float>() + first;
       float* out = y + first;
-      if (!silu) {
+      if (!silu && !gelu) {
         k.sigmoid(gate, some, out);
         for (int64_t j = 0; j < some; j++) out[j] *= own[j];
         return;
       }
       std::copy_n(gate, some, out);
-      k.gated(out, own, vectors);
+      gated(out, own, vectors);
       if (vectors == some) return;
       float gates[LANES] = {}, factors[LANES] = {};
       std::copy(out + vectors, out + some, gates);
       std::copy(own + vectors, own + some, factors);
-      k.gated(gates, factors, LANES);
+      gated(gates, factors, LANES);
       std::copy_n(gates, some - vectors, out + vectors);
     });
   }
@@ -188,7 +232,8 @@ struct Sum : FloatOperator {
   }
 };
 
-const Registered<Norm, Gate, Circle<true>, Circle<false>, Accept, LogSoftmax, ArgMax, Sum>
+const Registered<Norm, NormSum, SoftCap, Gate, Circle<true>, Circle<false>, Accept, LogSoftmax,
+                 ArgMax, Sum>
     registered;
 
 }  // namespace

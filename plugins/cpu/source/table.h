@@ -9,5 +9,5 @@
 #include "products.h"
 
 #define MTP_KERNELS(name)                                                                 \
-  {name, quantise, multiply<4>,     multiply<8>, multiply_floats, gated,   norm, sigmoid, \
-   best, attend,   attend_integers, fold,        delta,           convolve}
+  {name,    quantise, multiply<4>, multiply<8>, multiply_floats, gated, gated_gelu, norm, \
+   sigmoid, soft_cap, best,        attend,      attend_integers, fold,  delta,      convolve}

@@ -1,0 +1,13 @@
+"""gelu_gate: x * gelu(z), with gelu by its approximation with tanh."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins.definition import Node, define
+
+
+@define(lambda z: torch.empty_like(z), Node("Gate", attributes=lambda known: {"gelu": 1}))
+def gelu_gate(x: Tensor, z: Tensor) -> Tensor:
+    """Compute x * gelu(z) of tensors of one shape."""
+    return x * F.gelu(z, approximate="tanh")
