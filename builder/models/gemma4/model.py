@@ -22,7 +22,7 @@ from mtpbuild.builder.models.common.layers import (
     State,
     StateUpdates,
 )
-from mtpbuild.builder.models.common.precision import cast, parameter
+from mtpbuild.builder.models.common.precision import FLOATS, cast, parameter
 from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.plugins import (
     gelu_gate,
@@ -267,11 +267,13 @@ class Gemma4(CausalLM):
         super().__init__(c, (), (), TwoRopes(c), ranks)
         self.layers = nn.ModuleList(GemmaLayer(c, i) for i in range(c.num_hidden_layers))
         self.layer_inputs = LayerInputs(c) if c.hidden_size_per_layer_input else None
+        # Of an embedding, rounded as it is; so does transformers.
+        root = torch.tensor(math.sqrt(c.hidden_size), device="cpu")
+        self.factors = {dtype: root.to(dtype).item() for dtype in FLOATS.values()}
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
         x = super().embed(tokens, table)
-        # The factor is rounded as the engine's floats are, like transformers'.
-        return x * torch.tensor(math.sqrt(self.config.hidden_size)).to(x.dtype).item()
+        return x * self.factors[x.dtype]
 
     def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
         x, updates = self.run(tokens, state, rows, len(self.layers))
