@@ -188,7 +188,7 @@ class ModuleInputs:
 
 
 DEEPSEEK = ModuleInputs()
-EAGLE3 = "eagle3"  # the name of such a head in place of a module's
+HEAD = "head"  # the prefix of a head's tensors, in place of a module's
 MODULE_COUNT = "num_nextn_predict_layers"  # the key of most files for the number of modules
 
 
@@ -231,8 +231,8 @@ class ModelConfig:
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
     draft_ids: tuple[int, ...] = fixed(())  # tokens that can be drafted; empty means all
-    # The values of an EAGLE-3 head that drafts in place of the modules.
-    eagle3: "ModelConfig | None" = fixed(None)  # noqa: RUF009 - it returns a field
+    # The values of a head of another repository that drafts in place of the modules.
+    head: "HeadConfig | None" = fixed(None)  # noqa: RUF009 - it returns a field
     # Names and shapes of the weights that a drafter of another package brings.
     drafter_weights: tuple[tuple[str, tuple[int, ...]], ...] = fixed(())
 
@@ -261,15 +261,30 @@ class ModelConfig:
 
     @property
     def step_width(self) -> int:
-        """The width of the hidden states that drafters read: the trunk's, and an EAGLE-3 head's."""
-        return self.hidden_size + (self.eagle3.hidden_size if self.eagle3 else 0)
+        """The width of the hidden states that drafters read: the trunk's, and what a head adds."""
+        return self.hidden_size + (self.head.added_width if self.head else 0)
 
     def name_module(self, j: int) -> str:
         """Return the name of MTP module j, from 0, in a checkpoint."""
-        if self.eagle3:
-            return EAGLE3
+        if self.head:
+            return HEAD
         prefix = self.module_names.prefix
         return f"{prefix}{j}" if prefix else f"model.layers.{self.num_hidden_layers + j}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(ModelConfig):
+    """The values of a head that was trained for a published trunk, to draft in its steps."""
+
+    title: ClassVar[str]  # in messages
+    drafter: ClassVar[str]  # the name of the only one that can run it
+    input_projs: ClassVar[tuple[str, ...]]  # weights that join or return hidden states
+    heads: ClassVar[tuple[str, ...]] = ()  # weights over the vocabulary that may be quantised
+
+    @property
+    def added_width(self) -> int:
+        """How many numbers the head adds to the trunk's hidden states."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,9 @@ def choose_draft_ids(
 
     A head that was trained for some tokens has their ids in its folder.
     """
-    if config.eagle3:
+    if config.head:
         if request.draft_vocab is not None:
-            raise UsageError("--draft-vocab: an EAGLE-3 head has its own draft vocabulary")
+            raise UsageError(f"--draft-vocab: {config.head.title} has its own draft vocabulary")
         return config.draft_ids
     vocab_size = config.vocab_size
     if request.draft_vocab is None:
@@ -109,7 +109,7 @@ def check_style(
 ) -> None:
     """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
     family = find_family_of(config)
-    attention = Attends.GROUPED if config.eagle3 else family.attention
+    attention = Attends.GROUPED if config.head else family.attention
     if style.for_gpu and attention not in target.gpu_attention:
         can = list_target_names(lambda other: attention in other.gpu_attention)
         where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"

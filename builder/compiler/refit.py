@@ -130,8 +130,8 @@ def open_model(
     """Open the new model, or the engine's layers of it; raise UsageError if shapes differ."""
     request = BuildRequest(model, mtp=mtp)
     source = find_source(request)
-    if source.config.eagle3:
-        raise UsageError(f"{engine}: an EAGLE-3 head is not refitted: build the engine anew")
+    if head := source.config.head:
+        raise UsageError(f"{engine}: {head.title} is not refitted: build the engine anew")
     before = find_config_of(engine, old, mtp)
     wanted, present = (c.num_nextn_predict_layers for c in (before, source.config))
     if old.build.nextn and present < wanted:

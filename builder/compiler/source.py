@@ -131,8 +131,8 @@ def read_source(
         config = read_head_config(model.mtp, folder, config)
     names = {"name": model.name, "engine": model.engine}
     if layers is not None:
-        if config.eagle3:
-            raise UsageError(f"--layers {layers}: an EAGLE-3 head reads layers of the whole model")
+        if config.head:
+            raise UsageError(f"--layers {layers}: {config.head.title} reads the whole model")
         config = layers.of(config)
         names = {field: f"{name}-layers{layers}" for field, name in names.items()}
     ids = read_generation_ids(folder, config)

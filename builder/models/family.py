@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.checkpoint.config import EAGLE3, ModelConfig
+from mtpbuild.builder.checkpoint.config import HEAD, ModelConfig
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
@@ -110,7 +110,7 @@ class Family:
         """
         widths = enumerate(self.cache_widths(c, ranks))
         rows = [(width, self.cache_sections(c, layer)) for layer, width in widths]
-        if isinstance(head := c.eagle3, GroupedConfig):
+        if isinstance(head := c.head, GroupedConfig):
             width = 2 * head.num_key_value_heads * head.head_dim
             rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]
         return rows
@@ -121,8 +121,8 @@ class Family:
         MTP modules are the layers from `num_hidden_layers` on.
         """
         prefix, own_prefix = c.module_names.prefix, c.module_names.own_prefix
-        if name.startswith(f"{EAGLE3}."):
-            return c.num_hidden_layers, name.removeprefix(f"{EAGLE3}.")
+        if name.startswith(f"{HEAD}."):
+            return c.num_hidden_layers, name.removeprefix(f"{HEAD}.")
         if prefix and (match := re.match(rf"{re.escape(prefix)}(\d+)\.", name)):
             return c.num_hidden_layers + int(match[1]), name[match.end() :]
         if own_prefix and name.startswith(own_prefix):
@@ -136,10 +136,15 @@ class Family:
         if (place := self.place(c, name)) is None or not place[1].endswith(".weight"):
             return None
         layer, weight = place
+        weight = re.sub(r"^layers\.\d+\.", "", weight)  # of a head with several
         return layer if self.quantisable.fullmatch(weight.removesuffix(".weight")) else None
 
     def is_module_input_proj(self, c: ModelConfig, name: str) -> bool:
         """Return whether a weight projects an MTP module's inputs; only drafts depend on it."""
         place = self.place(c, name)
-        projection = "fc.weight" if c.eagle3 else f"{c.module_names.input_proj}.weight"
-        return place is not None and place[0] >= c.num_hidden_layers and place[1] == projection
+        names = c.head.input_projs if c.head else (c.module_names.input_proj,)
+        return (
+            place is not None
+            and place[0] >= c.num_hidden_layers
+            and place[1].removesuffix(".weight") in names
+        )

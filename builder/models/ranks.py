@@ -20,8 +20,8 @@ def check_ranks(
     largest number to list.
     """
     ranks.check(config.n_routed_experts)
-    if config.eagle3 and ranks.tp > 1:
-        raise UsageError(f"--tp {ranks.tp}: an engine with an EAGLE-3 head has one rank")
+    if config.head and ranks.tp > 1:
+        raise UsageError(f"--tp {ranks.tp}: an engine with {config.head.title} has one rank")
     if why := _find_obstacle(config, ranks, formats or {}):
         others = ranks.others(max_ranks)
         good = [other.tp for other in others if not _find_obstacle(config, other, formats or {})]

@@ -11,7 +11,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
-from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA, find_drafter
+from mtpbuild.runtime.contract.drafters import ASSISTANT, EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
@@ -140,15 +140,20 @@ def choose_drafter(
                 f"--nextn auto drafts by {EAGLE}: each step of {asked} makes the same number of "
                 "drafts"
             )
-        asked = asked or EAGLE
+        asked = asked or (config.head.drafter if config.head else EAGLE)
     nextn = count_drafts(nextn)
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
-    chosen = asked or (VANILLA if modules >= nextn and not config.eagle3 else EAGLE)
-    if config.eagle3 and chosen == VANILLA:
-        raise UsageError(f"--drafter {VANILLA}: an EAGLE-3 head drafts by {EAGLE}")
+    if head := config.head:
+        if asked in (EAGLE, VANILLA, ASSISTANT) and asked != head.drafter:
+            raise UsageError(f"--drafter {asked}: {head.title} drafts by {head.drafter}")
+        chosen = asked or head.drafter
+    else:
+        chosen = asked or (VANILLA if modules >= nextn else EAGLE)
+        if chosen == ASSISTANT:
+            raise UsageError(f"--drafter {ASSISTANT}: join Gemma-4's assistant with --mtp")
     needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(

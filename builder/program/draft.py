@@ -1,4 +1,4 @@
-"""The interface of drafters, and the built-in ones: MTP Eagle, MTP vanilla, and an idle one.
+"""The interface of drafters, and the built-in ones: Eagle, vanilla, assistant, and an idle one.
 
 Eagle runs one module K times, vanilla runs K modules; docs/architecture.md has the derivation. A
 module's input at slot p joins Emb(t_{p+k}) and the hidden state of slot p; the family decides
@@ -90,6 +90,26 @@ class Eagle(Drafter):
         rows = model.place_drafts(rows)
         x = model.draft_input(0, tokens[:, 1:], hidden, rows)
         return {name_module_rows(0): module.fill(x, state[name_module_rows(0)], rows)}
+
+
+class Assistant(Drafter):
+    """A head that attends to the trunk's rows, and has none: no step takes a row of its back.
+
+    All drafts of a step see the same rows, those up to the last accepted token, and have the
+    position of the newest one.
+    """
+
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
+        at = (step.n - 1).clamp(min=0)
+        hidden = take_rows(step.hidden, at, 1)
+        token = take_rows(step.tokens, at, 1)
+        rows = model.place_head(step.rows, step.lengths, at, step.active)
+        drafts = list[Tensor]()
+        for k in range(1, self.nextn + 1):
+            x, hidden = model.run_head(model.embed(token), hidden, rows)
+            token = step.draft(0, x, k)
+            drafts.append(token)
+        return torch.cat(drafts, dim=1), {}
 
 
 class Vanilla(Drafter):

@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
-from mtpbuild.builder.models.eagle3.model import attach_head
+from mtpbuild.builder.models.heads import find_head_of
 from mtpbuild.builder.weights.bit_budget import spend_bits
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.drafter_weights import join_brought
@@ -179,7 +179,9 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
     """Make the model with uninitialised weights, whose memory is never touched."""
     share = Share(table.ranks)
     with torch.device(device):
-        model = attach_head(find_family_of(table.config).make_model(table.config, table.ranks))
+        model = find_family_of(table.config).make_model(table.config, table.ranks)
+        if table.config.head is not None:
+            find_head_of(table.config.head).attach(model)
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         for name in table.joined:
             module = model.get_submodule(name)

@@ -18,7 +18,7 @@ from mtpbuild.builder.models.common.weight import Readable
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.plugins.cpu.layout import split_offsets, with_offsets
 
-QUERY_OR_KEY = re.compile(r"(?!eagle3\.)(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
+QUERY_OR_KEY = re.compile(r"(?!head\.)(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
 INPUT_DEVIATIONS = 3.0  # of a product's inputs, whose mean square the norm makes 1
 MAX_EXPONENT = 5  # exponent of a power
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import EAGLE3
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.formats import refuse_too_large, refuse_too_small
 from mtpbuild.builder.formats.integers import INT4
 from mtpbuild.builder.models import ModelConfig
@@ -133,7 +133,7 @@ class Calibration:
         for i in range(c.num_hidden_layers):
             yield f"calibrate layer {i}", partial(self._calibrate_layer, i)
         yield "calibrate head", self._calibrate_head
-        for k in range(1, 1 if c.eagle3 else c.num_nextn_predict_layers + 1):
+        for k in range(1, 1 if c.head else c.num_nextn_predict_layers + 1):
             yield f"calibrate MTP module {k}", partial(self._calibrate_module, k)
 
     def _calibrate_layer(self, i: int, hidden: Hidden, parts: Parts) -> Iterator[Tensor]:
@@ -196,4 +196,4 @@ class Calibration:
         return parts
 
     def _is_wanted(self, name: str) -> bool:
-        return self.view.formats.get(name) is INT4 and not name.startswith(f"{EAGLE3}.")
+        return self.view.formats.get(name) is INT4 and not name.startswith(f"{HEAD}.")

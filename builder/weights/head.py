@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from mtpbuild.builder.checkpoint.config import EAGLE3
+from mtpbuild.builder.checkpoint.config import HEAD as HEAD_PREFIX
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
@@ -18,14 +18,14 @@ from mtpbuild.builder.gguf.container import DRAFT_IDS, GgufFile, find_shard_path
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
-from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
+from mtpbuild.builder.models.eagle3.config import Eagle3Config
 from mtpbuild.builder.models.eagle3.gguf import (
     ARCHITECTURE,
     list_head_weights,
     read_head_values,
     read_ids,
 )
-from mtpbuild.builder.models.eagle3.weights import rename_tensor
+from mtpbuild.builder.models.heads import Head, find_head
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -90,14 +90,15 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     Their number formats are their own: the settings are those of a config.json beside them. Raises
     CheckpointError if there are none, or if they are another model's.
     """
-    if (file := read_gguf_head(place)) is not None:
-        return rename_head(describe_gguf(file.path, list_head_weights(file)))
+    head = find_head(read_head_file(place))
+    if head is not None and (file := read_gguf_head(place)) is not None:
+        return rename_head(head, describe_gguf(file.path, list_head_weights(file)))
     files, family = find_head_files(place), find_family_of(config)
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
-    if is_eagle3(read_head_file(place)):
-        return rename_head(collect_tensors(folder, [stored]))
+    if head is not None:
+        return rename_head(head, collect_tensors(folder, [stored]))
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored])
     names = name_modules(config, opened.tensors)
@@ -111,9 +112,9 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     return replace(opened, tensors=tensors, tower=0)
 
 
-def rename_head(head: Checkpoint) -> Checkpoint:
-    """Return an EAGLE-3 head's weights under their names in the model, without its ids."""
-    named = {rename_tensor(name): entry for name, entry in head.tensors.items()}
+def rename_head(kind: Head, head: Checkpoint) -> Checkpoint:
+    """Return a head's weights under their names in the model, without what is no weight."""
+    named = {kind.rename(name): entry for name, entry in head.tensors.items()}
     tensors = {name: entry for name, entry in named.items() if name is not None}
     return replace(head, tensors=tensors, tower=0)
 
@@ -143,16 +144,17 @@ def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelCon
     """Return the configuration of a trunk in `folder` with the modules or the head in `place`."""
     head = open_head(place, config)
     raw = read_head_file(place)
-    if not is_eagle3(raw):
+    if (kind := find_head(raw)) is None:
         modules = count_stored_modules(find_family_of(config), config, head.tensors)
         return load_config(folder, modules)
-    names = {name.removeprefix(f"{EAGLE3}.") for name in head.tensors}
+    names = {name.removeprefix(f"{HEAD_PREFIX}.") for name in head.tensors}
     try:
-        eagle3 = Eagle3Config.of(raw, config, names)
+        values = kind.read(raw, config, names)
     except CheckpointError as error:
         raise CheckpointError(f"--mtp {place}: {error}") from None
-    ids = read_drafted_ids(place, eagle3) if eagle3.draft_vocab_size else ()
-    return replace(config, num_nextn_predict_layers=1, eagle3=eagle3, draft_ids=ids)
+    reduced = isinstance(values, Eagle3Config) and values.draft_vocab_size
+    ids = read_drafted_ids(place, values) if reduced else ()
+    return replace(config, num_nextn_predict_layers=1, head=values, draft_ids=ids)
 
 
 def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.moe_weights import STACKS, find_modules_like_routed, with_shared
 from mtpbuild.builder.models.common.weight import Layout, Share, StoredTensor, Weight
-from mtpbuild.builder.models.eagle3.weights import join_rows
+from mtpbuild.builder.models.heads import list_head_weights
 from mtpbuild.builder.weights.scheme import find_weight_role
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -85,8 +85,8 @@ def make_family_table(config: ModelConfig, ranks: Ranks = ALONE) -> WeightTable:
 
 
 def list_weights(config: ModelConfig, share: Share) -> list[Weight]:
-    """Return a family's table, with the rows of an EAGLE-3 head if it has one."""
-    return join_rows(find_family_of(config).weight_table(config, share), config)
+    """Return a family's table, with the rows of a joined head if there is one."""
+    return list_head_weights(config, find_family_of(config).weight_table(config, share))
 
 
 def choose_formats(table: WeightTable, format_of: FormatOf, style: GraphStyle) -> WeightTable:

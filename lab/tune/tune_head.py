@@ -282,11 +282,14 @@ def refuse_answer(line: InputLine, number: int) -> InputLine:
 def check_model(source: ModelSource, how: Training, request: TuneRequest) -> None:
     """Say how much memory the training takes; raise UsageError if the machine has less."""
     config = load_config(source.folder, modules=1) if request.new else source.config
-    if config.eagle3:
-        raise UsageError(f"--mtp {request.mtp}: an EAGLE-3 head is not trained, MTP modules are")
+    if config.head:
+        raise UsageError(
+            f"--mtp {request.mtp}: {config.head.title} is not trained, MTP modules are"
+        )
     with torch.device("meta"):
         plain = find_family_of(config).reference(config)
-    assert isinstance(plain, PlainCausalLM)
+    if not isinstance(plain, PlainCausalLM):
+        raise UsageError(f"{find_family_of(config).name} is drafted for by a published head: --mtp")
     if request.draft_vocab is not None and config.own_heads:
         raise UsageError("--draft-vocab: the modules have heads of their own: leave it out")
     if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.contract.state import StateSpec
 
 EAGLE, VANILLA = "mtp-eagle", "mtp-vanilla"
+ASSISTANT = "mtp-assistant"  # of a head that reads the trunk's rows, and has none
 NONE = "none"  # drafts nothing: `bench` subtracts its step times to time drafting
 
 
@@ -38,7 +39,8 @@ class DrafterRecord:
     dimension. Each call of the drafter must return new tensors for all of them.
 
     adaptive: whether the class can also make fewer than nextn drafts in a step. Steps without
-    drafts do not call it; a later `prefill` gets their tokens. Needs a lookahead of 1, no states.
+    drafts do not call it; a later `prefill` gets their tokens. Needs a lookahead of 1 at most, and
+    no states.
 
     weights: maps the model's configuration to safetensors files of trained weights. Builds put them
     into the engine; the class reads them by `model.drafter.get_parameter(NAME)`. It may raise
@@ -82,6 +84,7 @@ _drafters = Registry[DrafterRecord](
         DrafterRecord(
             VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _make_vanilla_states
         ),
+        DrafterRecord(ASSISTANT, f"{PROGRAMS}:Assistant", adaptive=True),
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )

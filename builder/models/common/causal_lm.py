@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,17 @@ class CausalLM(nn.Module):
             hold_parameter(self, name, shape)
         if ranks.parts > 1:
             self.rank = make_rank_constant()
+
+    def place_head(self, rows: Positions, lengths: Tensor, last: Tensor, active: Tensor) -> Any:
+        """Return what `run_head` needs: the window's rows, seen up to its token last [B]."""
+        raise NotImplementedError
+
+    def run_head(self, embedding: Tensor, hidden: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+        """Run a head without rows on a token's embedding and a hidden state, each [B, 1, E].
+
+        Returns what `draft_logits` reads, and the next hidden state.
+        """
+        raise NotImplementedError
 
     def module(self, j: int) -> DraftLayer:
         module = self.mtp[j]
@@ -219,7 +231,7 @@ class CausalLM(nn.Module):
 
         With a reduced draft vocabulary the head has only its rows; other tokens are never drafted.
         """
-        module = self.module(j)
+        module: Any = self.mtp[j]
         shared = self.lm_head if self.draft_head is None else self.draft_head
         head = shared if module.lm_head is None else module.lm_head
         logits = self.head(module.compute_head_input(hidden), head, gather)

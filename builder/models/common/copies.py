@@ -26,7 +26,7 @@ def list_tied_head(c: ModelConfig) -> list[Copy]:
 
 def list_copies_in_layers(c: ModelConfig) -> list[Copy]:
     """List the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
-    if c.eagle3:
+    if c.head:
         return list_tied_head(c)
     head = EMBEDDING if c.tie_word_embeddings else HEAD
     copies = list_tied_head(c)

@@ -318,7 +318,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
 
 def list_module_weights(c: ModelConfig, layer: Layer) -> Iterator[Weight]:
     """Yield the weights of the MTP modules."""
-    if c.eagle3:
+    if c.head:
         return  # its rows are added to the table
     E, V, names = c.hidden_size, c.vocab_size, c.module_names
     norms = {"enorm": names.embedding_norm, "hnorm": names.hidden_norm}

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from mtpbuild.builder.checkpoint.config import ModelConfig, Reader, fixed, flag, integer
+from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
+from mtpbuild.runtime.contract.drafters import EAGLE
 from mtpbuild.runtime.errors import CheckpointError
 
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel")
@@ -30,9 +31,12 @@ def read_taps(read: Reader, key: str) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config(GroupedConfig):
+class Eagle3Config(GroupedConfig, HeadConfig):
     """The values of a head; `vocab_size` is the trunk's, `draft_vocab_size` of its own head."""
 
+    title = "an EAGLE-3 head"
+    drafter = EAGLE
+    input_projs = ("fc",)
     supported: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "mlp_bias": False, "num_hidden_layers": 1, "use_sliding_window": False
     }  # fmt: skip
@@ -85,6 +89,10 @@ class Eagle3Config(GroupedConfig):
         return replace(
             config, taps=taps, target_hidden_size=width, embeds=embeds, has_head=has_head
         )
+
+    @property
+    def added_width(self) -> int:
+        return self.hidden_size
 
     @property
     def drafted(self) -> int:

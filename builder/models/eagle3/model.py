@@ -12,9 +12,9 @@ from mtpbuild.runtime.ranks import ALONE
 
 
 def attach_head(model: CausalLM) -> CausalLM:
-    """Put the head of a model's configuration, if there is one, in place of its modules."""
-    if not isinstance(c := model.config.eagle3, Eagle3Config):
-        return model
+    """Put the head of a model's configuration in place of its modules."""
+    c = model.config.head
+    assert isinstance(c, Eagle3Config)
     head = Eagle3Module(c)
     model.mtp = nn.ModuleList([head])
     model.taps, model.join_taps = c.taps or (), head.join_taps

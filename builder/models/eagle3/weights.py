@@ -5,10 +5,9 @@ from __future__ import annotations  # Tensor is imported for types alone
 import re
 from collections.abc import Iterator
 
-from mtpbuild.builder.checkpoint.config import EAGLE3, ModelConfig
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.models.common.grouped_weights import list_grouped_weights
 from mtpbuild.builder.models.common.weight import (
-    DRAFT_HEAD,
     StoredTensor,
     Weight,
     embedding,
@@ -18,7 +17,7 @@ from mtpbuild.builder.models.common.weight import (
 )
 from mtpbuild.builder.models.eagle3.config import Eagle3Config
 
-AT, TO = EAGLE3, "mtp.0"
+AT, TO = HEAD, "mtp.0"
 LAYER = re.compile(r"(?:midlayer|(?:model\.)?layers\.0)\.(.+)")
 NORMS = {
     "input_layernorm": "input_layernorm.embedding",
@@ -35,14 +34,6 @@ def rename_tensor(name: str) -> str | None:
         return None
     match = LAYER.fullmatch(name)
     return f"{AT}.{match[1] if match else name.removeprefix('model.')}"
-
-
-def join_rows(trunk: list[Weight], c: ModelConfig) -> list[Weight]:
-    """Return a trunk's weight table with the rows of its head, if it has one."""
-    if not isinstance(head := c.eagle3, Eagle3Config):
-        return trunk
-    kept = [row for row in trunk if row.name != DRAFT_HEAD or not head.has_head]
-    return [*kept, *list_eagle3_weights(head)]
 
 
 def list_eagle3_weights(c: Eagle3Config) -> Iterator[Weight]:

@@ -99,6 +99,10 @@ class Gemma4Config(MoEConfig):
                 )
             if self.width(layer) % 2:
                 raise CheckpointError(f"the head size {self.width(layer)} of a layer must be even")
+        self.check_shared()
+
+    def check_shared(self) -> None:
+        """Raise CheckpointError if layers share rows that no layer has."""
         kinds = {*self.full_layers[: self.first_shared]}
         if self.num_kv_shared_layers and kinds != {*self.full_layers}:
             raise CheckpointError(

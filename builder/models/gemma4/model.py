@@ -6,7 +6,7 @@ values of a layer's own input.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -300,6 +300,19 @@ class Gemma4(CausalLM):
             if cache is not None:
                 updates.written[name] = cache
         return x, updates
+
+    def place_head(
+        self, rows: Positions, lengths: Tensor, last: Tensor, active: Tensor
+    ) -> tuple[WindowPositions, Tensor]:
+        assert isinstance(rows, WindowPositions)
+        own = self.rope(lengths, 1, active)
+        return replace(own, base=rows.base, shared=rows.shared), last
+
+    def run_head(
+        self, embedding: Tensor, hidden: Tensor, rows: tuple[WindowPositions, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        x, next_hidden = self.mtp[0](embedding, hidden, *rows)
+        return x, next_hidden
 
     def count_bound_rows(self, state: State) -> int:
         return state[name_layer_rows(self.config.full_layers.index(True))].shape[2]

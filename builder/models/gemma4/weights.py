@@ -30,7 +30,10 @@ NORMS = (
 def weight_table(c: Gemma4Config, share: Share) -> list[Weight]:
     """Return every weight, in the order of use."""
     tokens = StoredTensor(EMBEDDING, (c.vocab_size, c.hidden_size))
-    layers = (list_layer_weights(c, i) for i in range(c.num_hidden_layers))
+    layers = (
+        list_layer_weights(c, i, f"model.layers.{i}", f"layers.{i}")
+        for i in range(c.num_hidden_layers)
+    )
     return [
         embedding("embed_tokens", tokens),
         *list_input_weights(c),
@@ -55,9 +58,9 @@ def list_input_weights(c: Gemma4Config) -> Iterator[Weight]:
     yield vector(f"{to}.norm", "model.per_layer_projection_norm", "weight", P)
 
 
-def list_layer_weights(c: Gemma4Config, index: int) -> Iterator[Weight]:
+def list_layer_weights(c: Gemma4Config, index: int, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights of a layer."""
-    at, to, E = f"model.layers.{index}", f"layers.{index}", c.hidden_size
+    E = c.hidden_size
     for norm in NORMS:
         yield vector(to, at, f"{norm}.weight", E)
     yield from list_attention_weights(c, index, f"{at}.self_attn", f"{to}.self_attn")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.config import EAGLE3
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.lazy_torch import torch
 from mtpbuild.builder.models.common.grouped_weights import list_grouped_weights
 from mtpbuild.builder.models.common.moe_weights import list_feed_forward_weights
@@ -37,7 +37,7 @@ def weight_table(c: Qwen35Config, share: Share) -> list[Weight]:
 
     def is_minus_one(weight: Weight) -> bool:
         """Return whether a stored weight is a factor minus 1: so it is for all norms but one."""
-        own = weight.stored[0].name.startswith(EAGLE3) or weight.name.endswith(GATED_NORM)
+        own = weight.stored[0].name.startswith(f"{HEAD}.") or weight.name.endswith(GATED_NORM)
         return weight.name.endswith("norm.weight") and not own
 
     return [

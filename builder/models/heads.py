@@ -1,0 +1,73 @@
+"""The kinds of heads that are published apart from their trunk, and draft in its steps."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig
+from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
+from mtpbuild.builder.models.family import import_lazily
+from mtpbuild.builder.models.gemma4.assistant_config import AssistantConfig, is_assistant
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.models.common.causal_lm import CausalLM
+    from mtpbuild.builder.models.common.weight import Weight
+
+FOLDER = __name__.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of head.
+
+    rename: a tensor's name in the model, None for one that is not read. attach: puts the head of
+    the model's configuration in place of its modules.
+    """
+
+    config: type[HeadConfig]
+    recognises: Callable[[Mapping[str, Any]], bool]  # its config.json
+    # (its config.json, the trunk's configuration, its tensors' names without prefix)
+    read: Callable[[Mapping[str, Any], ModelConfig, set[str]], HeadConfig]
+    rename: Callable[[str], str | None]
+    weights: "Callable[[Any], Iterator[Weight]]"
+    attach: "Callable[[CausalLM], object]"
+
+
+HEADS = (
+    Head(
+        Eagle3Config,
+        is_eagle3,
+        Eagle3Config.of,
+        import_lazily(f"{FOLDER}.eagle3.weights", "rename_tensor"),
+        import_lazily(f"{FOLDER}.eagle3.weights", "list_eagle3_weights"),
+        import_lazily(f"{FOLDER}.eagle3.model", "attach_head"),
+    ),
+    Head(
+        AssistantConfig,
+        is_assistant,
+        AssistantConfig.of,
+        import_lazily(f"{FOLDER}.gemma4.assistant", "rename_tensor"),
+        import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
+        import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
+    ),
+)
+
+
+def find_head(raw: Mapping[str, Any]) -> Head | None:
+    """Return the kind of head that a config.json describes; None if it is none of them."""
+    return next((head for head in HEADS if head.recognises(raw)), None)
+
+
+def find_head_of(config: HeadConfig) -> Head:
+    return next(head for head in HEADS if isinstance(config, head.config))
+
+
+def list_head_weights(config: ModelConfig, trunk: "list[Weight]") -> "list[Weight]":
+    """Return a trunk's weight table with the rows of its head, if it has one."""
+    from mtpbuild.builder.models.common.weight import DRAFT_HEAD
+
+    if (head := config.head) is None:
+        return trunk
+    rows = [*find_head_of(head).weights(head)]
+    has_head = any(row.name == "mtp.0.lm_head" for row in rows)
+    return [*(row for row in trunk if row.name != DRAFT_HEAD or not has_head), *rows]
