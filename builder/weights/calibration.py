@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.config import HEAD
+from mtpbuild.builder.checkpoint.config import HEAD as HEAD_PREFIX
 from mtpbuild.builder.formats import refuse_too_large, refuse_too_small
 from mtpbuild.builder.formats.integers import INT4
 from mtpbuild.builder.models import ModelConfig
@@ -196,4 +196,4 @@ class Calibration:
         return parts
 
     def _is_wanted(self, name: str) -> bool:
-        return self.view.formats.get(name) is INT4 and not name.startswith(f"{HEAD}.")
+        return self.view.formats.get(name) is INT4 and not name.startswith(f"{HEAD_PREFIX}.")

@@ -160,7 +160,8 @@ class CostModel:
     def count_row_bytes(self, width: int, cache: str) -> int:
         """Count the bytes of a cache row of `width` numbers."""
         if cache == "int8":
-            return count_int8_width(width, find_family_of(self.config).cache_sections(self.config, 0))
+            sections = find_family_of(self.config).cache_sections(self.config, 0)
+            return count_int8_width(width, sections)
         return width * CACHE_BYTES[cache]
 
     def cache_bytes(self, nextn: int, cache: str) -> int:

@@ -13,9 +13,7 @@ def has_silu(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool =
 
 
 @define(lambda x: torch.empty_like(x), fits=has_silu)
-def experts(
-    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = False
-) -> Tensor:
+def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = False) -> Tensor:
     """Compute down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
 
     gelu: in place of silu.

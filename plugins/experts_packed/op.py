@@ -38,7 +38,11 @@ def experts_packed(
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
     down = _chosen(chosen, down_values, down_scales, width)
-    inner = (gelu_gate(up, gate) if gelu else F.silu(gate) * up).flatten(-2).narrow(-1, 0, down.shape[-1])
+    inner = (
+        (gelu_gate(up, gate) if gelu else F.silu(gate) * up)
+        .flatten(-2)
+        .narrow(-1, 0, down.shape[-1])
+    )
     y = torch.einsum("ni,noi->no", inner, down).reshape(*ids.shape, width)
     return (y * weights[..., None]).sum(-2)
 

@@ -13,9 +13,7 @@ from mtpbuild.plugins.rope.op import rope
 NODE = Node("GroupedRows", renamed={"eps": "epsilon"}, typed="cache")
 
 
-def empty_rows(
-    a: Tensor, groups: int, width: int, shares_values: bool
-) -> tuple[Tensor, Tensor]:
+def empty_rows(a: Tensor, groups: int, width: int, shares_values: bool) -> tuple[Tensor, Tensor]:
     """Return empty tensors like the results of grouped_rows."""
     B, T, every = a.shape
     keys = groups * width
@@ -41,12 +39,12 @@ def grouped_rows(
     """Normalise and rotate the heads of a [B, T, H D + others + 2 G D] with D = width.
 
     a contains H = `heads` heads of queries, other values that are passed through (such as gates),
-    then the keys and the values of G = `groups` heads. q_norm and k_norm [D] are weights of
-    RMSNorms over a head, which multiply by 1 + weight with `plus_one`. cos, sin [B, T, R / 2] fp32
-    rotate the first R values of each head, in pairs (i, i + R / 2). norms_values: values are normed
-    over a head, without a weight. shares_values: a has no values; they are the keys as they come.
-    Returns the queries and the other values [B, T, H D + others], and the cache rows
-    [B, 1, T, 2 G D].
+    then the keys and the values of G = `groups` heads, which may be none. q_norm and k_norm [D] are
+    weights of RMSNorms over a head, which multiply by 1 + weight with `plus_one`. cos, sin
+    [B, T, R / 2] fp32 rotate the first R values of each head, in pairs (i, i + R / 2).
+    norms_values: values are normed over a head, without a weight. shares_values: a has no values;
+    they are the keys as they come. Returns the queries and the other values [B, T, H D + others],
+    and the cache rows [B, 1, T, 2 G D].
     """
     stored = groups * width * (1 if shares_values else 2)
     sizes = heads * width, a.shape[-1] - heads * width - stored
@@ -62,6 +60,8 @@ def grouped_rows(
     q = turned(q, q_norm, heads)
     if others.shape[-1]:
         q = torch.cat([q, others], dim=-1)
+    if not groups:
+        return q, kept.clone()[:, None]
     if norms_values:
         apart = v.unflatten(-1, (groups, width))
         v = F.rms_norm(apart, (width,), apart.new_ones(width), eps).flatten(-2)
@@ -95,7 +95,8 @@ def grouped_rows_write(
     """Do `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
 
     ring: after its last row the cache begins anew, and a slot whose start is negative writes
-    nothing. The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
+    nothing. The third result is the cache. As with `kv_write`, a target binds it to the cache's own
+    memory.
     If the cache has another type, the rows are rounded to that type.
     """
     sizes = heads, groups, width, eps, plus_one, norms_values, shares_values

@@ -1,6 +1,5 @@
 """softmax_route: choose experts by their logits."""
 
-import torch
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define

@@ -28,7 +28,11 @@ FAMILY = Family(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainGemma4"),
     quantisable=re.compile(r"(self_attn|mlp|experts)\..*_proj|per_layer_(input_gate|projection)"),
-    own_kinds={"router": "router, norms", "layer_scalar": "router, norms", "per_layer": "dense MLPs"},
+    own_kinds={
+        "router": "router, norms",
+        "layer_scalar": "router, norms",
+        "per_layer": "dense MLPs",
+    },
     tables=(config.LAYER_TABLE,),
     leaves_out=config.is_left_out,
 )

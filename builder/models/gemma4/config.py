@@ -118,9 +118,7 @@ class Gemma4Config(MoEConfig):
                 f"--layers {first}-{first + count - 1} has no layer of its own that sees all rows, "
                 "which an engine needs"
             )
-        return replace(
-            super().sliced(first, count), full_layers=kinds, num_kv_shared_layers=shared
-        )
+        return replace(super().sliced(first, count), full_layers=kinds, num_kv_shared_layers=shared)
 
     def is_moe(self, layer: int) -> bool:
         return self.n_routed_experts > 0

@@ -173,9 +173,7 @@ class Experts(nn.Module):
         self.gate = Gate(c)
         self.gate_up_proj = parameter(count, E, 2 * inner)
         self.down_proj = parameter(count, inner, E)
-        self.dense_norm, self.input_norm, self.norm = (
-            RMSNorm(E, c.rms_norm_eps) for _ in range(3)
-        )
+        self.dense_norm, self.input_norm, self.norm = (RMSNorm(E, c.rms_norm_eps) for _ in range(3))
 
     def forward(self, x: Tensor, dense: Tensor) -> Tensor:
         """Add the experts' result for x [B, T, E] to that of the dense MLP, each normed."""

@@ -1,0 +1,196 @@
+"""Gemma-4 and its assistant: texts, log-probabilities and drafts against transformers'."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.weight import convert_weights, join_slices
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.program.opened_model import open_model
+from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.head import read_head_config
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import CheckpointError
+from tests.reference.eager import EagerPrograms
+from tests.support.gemma4 import (
+    SHAPES,
+    Head,
+    Trunk,
+    continue_greedily,
+    draft,
+    make_assistant,
+    make_trunk,
+    save,
+)
+from tests.support.opened import NO_IDS
+from tests.support.requests import build, build_request
+
+NEXTN, CHUNK = 3, 7
+TIE = 1e-3  # logits nearer than this may be ranked either way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_plain_model_is_transformers(shape: str, tmp_path: Path) -> None:
+    trunk = make_trunk(shape)
+    config = load_config(save(trunk, tmp_path))
+    checkpoint = open_checkpoint(tmp_path)
+    checkpoint.check(config)
+    plain = find_family_of(config).reference(config)
+    stored = {
+        name: checkpoint.read(name) for name in plain.state_dict() if name != "lm_head.weight"
+    }
+    plain.load_state_dict(stored, strict=False)
+    tokens = torch.randint(3, 61, (2, 30))
+    with torch.no_grad():
+        wanted = trunk(tokens).logits
+        torch.testing.assert_close(plain.logits(plain.main(tokens)), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_published_spelling_of_sizes(tmp_path: Path) -> None:
+    config = load_config(save(make_trunk("dense"), tmp_path))
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["per_layer_config"]
+    raw |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    vision = {"model_type": "gemma4", "text_config": raw, "vision_config": {"hidden_size": 8}}
+    path.write_text(json.dumps(vision | {"architectures": ["Gemma4ForConditionalGeneration"]}))
+    assert load_config(tmp_path) == config
+
+
+def load(shape: str, place: Path) -> tuple[CausalLM, Trunk, Head]:
+    """Return the program's model with its head, and transformers'."""
+    trunk, head = make_trunk(shape), make_assistant(shape)
+    folder, assistant = save(trunk, place / "trunk"), save(head, place / "head")
+    config = read_head_config(assistant, folder, load_config(folder))
+    opened = open_model(FoundModel("x", "x", folder, assistant), config, NO_IDS, GraphStyle())
+    values = dict(join_slices(convert_weights(opened.checkpoint, opened.table)))
+    opened.model.load_state_dict(values, assign=True, strict=True)
+    return opened.model.eval(), trunk, head
+
+
+def check_drafts(model: CausalLM, trunk: Trunk, head: Head, steps: int = 9) -> None:
+    """Check every step's tokens and drafts, with each number of accepted drafts."""
+    plan, rng = Plan(model.config, NEXTN, "mtp-assistant", 1, 200, CHUNK), np.random.default_rng(0)
+    for length in (2, 4, 19):
+        programs = EagerPrograms(plan, model)
+        tokens = rng.integers(3, 61, length).tolist()
+        for start in range(0, length - 1, CHUNK):
+            programs.prefill(0, start, np.array(tokens[start : min(start + CHUNK, length - 1)]))
+        programs.begin(0, length - 1, tokens[-1])
+        truth = continue_greedily(trunk, tokens, steps * (NEXTN + 1))
+        for step in range(steps):
+            right = step % (NEXTN + 1) if step else 0
+            window = programs.state["window"][0]
+            window[1:] = truth[:NEXTN]
+            if right < NEXTN:
+                window[1 + right] = (window[1 + right] + 1) % 61
+            programs.state["num_drafts"][0] = NEXTN if step else 0
+            out = programs.step(np.array([True]), plan.capacity)
+            n = right + 1
+            assert out.num_tokens[0] == n
+            assert out.tokens[0, :n].tolist() == truth[:n]
+            tokens, truth = tokens + truth[:n], truth[n:]
+            compare(programs.state["window"][0, 1:].tolist(), draft(trunk, head, tokens, NEXTN))
+
+
+def compare(drafts: list[int], wanted: list[Tensor]) -> None:
+    for token, logits in zip(drafts, wanted, strict=True):
+        if token != int(logits.argmax()):
+            assert logits.max() - logits[token] < TIE, "drafts differ"
+            return
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_are_transformers(shape: str, tmp_path: Path) -> None:
+    check_drafts(*load(shape, tmp_path))
+
+
+def place_one_off(model: Any) -> None:
+    place = model.place_head
+    model.place_head = lambda rows, lengths, *others: place(rows, lengths - 1, *others)
+
+
+def see_all_rows(model: Any) -> None:
+    place = model.place_head
+    model.place_head = lambda rows, lengths, last, active: place(
+        rows, lengths, torch.full_like(last, NEXTN), active
+    )
+
+
+def read_unnormed(model: Any) -> None:
+    run = model.run
+    model.forward = lambda tokens, state, rows: run(tokens, state, rows, len(model.layers))
+    model.logits = lambda hidden, gather=None: type(model).logits(model, model.norm(hidden))
+
+
+def recycle_normed(model: Any) -> None:
+    run = model.run_head
+
+    def run_once(embedding: Tensor, hidden: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
+        x, _ = run(embedding, hidden, rows)
+        return x, hidden
+
+    model.run_head = run_once
+
+
+@pytest.mark.parametrize("fault", [place_one_off, see_all_rows, read_unnormed, recycle_normed])
+def test_planted_faults_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
+    model, trunk, head = load("dense", tmp_path)
+    fault(model)
+    with pytest.raises(AssertionError, match="drafts differ"):
+        check_drafts(model, trunk, head)
+
+
+@pytest.mark.parametrize(
+    "shape", ["dense", *(pytest.param(s, marks=pytest.mark.full) for s in ("mixture", "small"))]
+)
+def test_engines_continue_as_transformers(shape: str, tmp_path: Path) -> None:
+    trunk, head = make_trunk(shape), make_assistant(shape)
+    folder, assistant = save(trunk, tmp_path / "trunk"), save(head, tmp_path / "head")
+    out = tmp_path / "engines"
+    request = build_request(folder, (0, NEXTN), out=out, mtp=assistant, max_seq_len=360)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    for built in build(request):
+        with Engine.load(built.folder) as engine:
+            for length in (1, 3, 5, 6, 40, 300):
+                rng = np.random.default_rng(length)
+                prompt = rng.integers(3, 61, length).tolist()
+                result = engine.generate(prompt, params)
+                wanted = continue_greedily(trunk, prompt, 40)
+                assert [*result.token_ids] == wanted
+                with torch.no_grad():
+                    logits = trunk(torch.tensor([prompt + wanted])).logits[0, length - 1 : -1]
+                logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(wanted)[:, None])[:, 0]
+                measured = [step.logprob for step in result.logprobs]
+                np.testing.assert_allclose(measured, logprobs, atol=1e-4)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": 60}, "its trunk has vocab_size 60, the model 61: this head is another model's"),
+    ({"head_dim": 8}, "its trunk has head_dim 8, the model 6"),
+    ({"sliding_window": 6}, "its trunk has sliding_window 6, the model 5"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), REFUSALS)
+def test_heads_that_do_not_fit(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    folder = save(make_trunk("dense"), tmp_path / "trunk")
+    assistant = save(make_assistant("dense", **changes), tmp_path / "head")
+    with pytest.raises(CheckpointError) as error:
+        read_head_config(assistant, folder, load_config(folder))
+    assert str(error.value).startswith(f"--mtp {assistant}: {why}")

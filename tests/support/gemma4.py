@@ -1,0 +1,110 @@
+"""Random checkpoints of Gemma-4 and its assistant, by transformers' classes; their oracle."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+)
+from transformers.generation.candidate_generator import (
+    SinglePositionMultiTokenCandidateGenerator,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 16, "sliding_window": 5,
+    "max_position_embeddings": 512, "hidden_size_per_layer_input": 0, "num_hidden_layers": 5,
+    "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+        "full_attention",
+    ],
+    "vocab_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 30.0, "bos_token_id": 2, "eos_token_id": [1], "pad_token_id": 0,
+    "initializer_range": 0.35,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "mixture": {
+        "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24,
+    },
+    "small": {
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False,
+    },
+}  # fmt: skip
+HEAD: dict[str, Any] = {
+    "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+Trunk, Head = Gemma4ForCausalLM, Gemma4AssistantForCausalLM
+
+
+def make_trunk(shape: str, seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
+    torch.manual_seed(seed)
+    config = Gemma4TextConfig(**SIZES | SHAPES[shape] | changes)
+    return spread(Gemma4ForCausalLM(config))
+
+
+def make_assistant(shape: str, seed: int = 1, **changes: Any) -> Gemma4AssistantForCausalLM:
+    """Make a head for a trunk of this shape."""
+    torch.manual_seed(seed)
+    sizes = SIZES | {"attention_k_eq_v": SHAPES[shape].get("attention_k_eq_v", True)} | HEAD
+    text = Gemma4TextConfig(**sizes | changes)
+    config = Gemma4AssistantConfig(
+        text_config=text.to_dict(), backbone_hidden_size=SIZES["hidden_size"]
+    )
+    return spread(Gemma4AssistantForCausalLM(config))
+
+
+@torch.no_grad()
+def spread(model: Any) -> Any:
+    """Draw norms, scales and factors that differ from 1; branches outweigh the embedding."""
+    for name, value in model.state_dict().items():
+        if "norm" in name:
+            value.copy_(
+                (3 if "layernorm" in name and "post" in name else 1)
+                + 0.3 * torch.randn(value.shape)
+            )
+        elif name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            value.copy_(0.6 + 0.6 * torch.rand(value.shape))
+    return model.eval()
+
+
+def save(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def continue_greedily(trunk: Gemma4ForCausalLM, prompt: list[int], count: int) -> list[int]:
+    trunk.generation_config.eos_token_id = None
+    trunk.generation_config.max_length = None
+    tokens = trunk.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    new: list[int] = tokens[0, len(prompt) :].tolist()
+    return new
+
+
+@torch.no_grad()
+def draft(
+    trunk: Gemma4ForCausalLM, head: Gemma4AssistantForCausalLM, tokens: list[int], count: int
+) -> list[Tensor]:
+    """Return transformers' logits [V] of the drafts after tokens; the newest has no row yet."""
+    known = torch.tensor([tokens])
+    outputs = trunk(
+        known[:, :-1], output_hidden_states=True, return_shared_kv_states=True, use_cache=False
+    )
+    head.generation_config.num_assistant_tokens = count
+    settings = trunk.generation_config
+    settings.max_length = len(tokens) + count + 2
+    generator = SinglePositionMultiTokenCandidateGenerator(
+        head, trunk.get_input_embeddings(), settings
+    )
+    _, logits = generator.get_candidates(
+        known, {}, outputs, is_first_iteration=False, n_last_matches=0
+    )
+    return [*logits[0]]
