@@ -9,6 +9,7 @@ from mtpbuild.builder.compiler.plans import plan_engines
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime.contract.state import CACHED
 
 if TYPE_CHECKING:
     from mtpbuild.builder.compiler.weightless import GraphSize
@@ -72,7 +73,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 weight_file_bytes=weight_file_bytes,
                 loaded_weight_bytes=loaded[out],
                 state_bytes=sum(map(count_state_bytes, specs)),
-                cache_bytes=sum(count_state_bytes(s) for s in specs if s.role == "rows"),
+                cache_bytes=sum(count_state_bytes(s) for s in specs if s.role in CACHED),
                 graphs=sizes,
                 new=plans.is_new(out),
             )

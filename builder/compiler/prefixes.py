@@ -159,17 +159,21 @@ def load_prefix_function(folder: Path, manifest: Manifest, threads: int | None) 
 
     def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
         arrays, lookahead = dict[str, NDArray[Any]](), manifest.lookahead
+        pieces = list[dict[str, NDArray[Any]]]()
         rows, chunk = len(tokens) - lookahead, manifest.build.prefill_chunk
         for start in range(0, rows, chunk):
             end = min(start + chunk, rows)
             programs.prefill(0, start, np.array(tokens[start : end + lookahead], np.int64))
+            check(
+                programs.save_rows(0, start, [(0, end - start)])
+            )  # a later chunk may overwrite it
+            pieces.append(dict(programs.saved(0)))
             if recurrent:
                 check(programs.save_states(0, 0))
                 states = programs.saved(0)
                 arrays.update((STATES.format(name, end), array) for name, array in states.items())
-        check(programs.save_rows(0, 0, [(0, rows)]))
-        arrays.update(programs.saved(0))
-        return arrays
+        joined = {n: np.concatenate([piece[n] for piece in pieces]) for n in pieces[0]}
+        return arrays | joined
 
     def check(finite: bool) -> None:
         if not finite:

@@ -82,6 +82,8 @@ class Family:
     reference: "Callable[[Any], PlainLM]"
     # The architectures of GGUF files that it reads.
     gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
+    # How many rows each layer sees, the last one included; 0: all.
+    windows: Callable[[Any], list[int]] = lambda c: [0] * c.num_hidden_layers
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     # Sizes of the parts of a layer's cache row, repeated up to its width. In int8 caches no scale
     # spans two parts. (): no int8 caches.

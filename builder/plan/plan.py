@@ -15,6 +15,7 @@ from mtpbuild.runtime.contract.drafters import ASSISTANT, EAGLE, VANILLA, find_d
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
+    BLOCK,
     StateSpec,
     make_rows_spec,
     name_layer_rows,
@@ -95,6 +96,16 @@ class Plan:
         """
         rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
+
+    def count_rows(self, window: int) -> int:
+        """Return the cache rows per slot of a layer that sees so many; 0: all.
+
+        Of a window there are as many more as may be written before the oldest is read: a chunk, or
+        the steps in flight, and blocks of the prefix cache that are saved after that.
+        """
+        needed = max(window + 1, 2 * BLOCK) + max(self.prefill_chunk, BLOCK) + 2 * self.window
+        rows = min(needed, self.capacity) if window else self.capacity
+        return -(-rows // BLOCK) * BLOCK if window else rows
 
     @property
     def constrained(self) -> bool:
@@ -184,10 +195,11 @@ def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     ]
     rows, dtype = family.list_rows(c, plan.ranks), plan.style.cache_dtype or plan.dtype
     widths = [count_int8_width(*row) if dtype == "int8" else row[0] for row in rows]
+    windows = [*family.windows(c), *[0] * len(owners)]
     specs = [
-        make_rows_spec(name, owner, dtype, (B, 1, plan.capacity, width))
-        for (name, owner), width in zip(owners, widths, strict=False)  # `widths` has unused modules
-        if width
+        make_rows_spec(name, owner, dtype, (B, 1, plan.count_rows(window), width), ring=window > 0)
+        for (name, owner), width, window in zip(owners, widths, windows, strict=False)
+        if width  # there are widths of modules that are not used
     ]
     specs += [state.spec(B) for state in family.recurrent(c, plan.ranks)]
     specs += [

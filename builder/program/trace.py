@@ -56,7 +56,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     state, state_dims = {}, {}
     for spec in (s for s in make_state_specs(plan) if s.name in program.state):
         sizes, state_dims[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
-        if "rows" in sizes and not program.whole:
+        if spec.role == "rows" and not program.whole:
             sizes["rows"] = least  # an example: caches at full capacity would take much memory
             state_dims[spec.name][list(sizes).index("rows")] = rows
         state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))

@@ -152,8 +152,9 @@ def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelCon
         values = kind.read(raw, config, names)
     except CheckpointError as error:
         raise CheckpointError(f"--mtp {place}: {error}") from None
-    reduced = isinstance(values, Eagle3Config) and values.draft_vocab_size
-    ids = read_drafted_ids(place, values) if reduced else ()
+    ids: tuple[int, ...] = ()
+    if isinstance(values, Eagle3Config) and values.draft_vocab_size:
+        ids = read_drafted_ids(place, values)
     return replace(config, num_nextn_predict_layers=1, head=values, draft_ids=ids)
 
 

@@ -9,14 +9,18 @@ from mtpbuild.runtime.contract.controls import HISTORY
 StateType = Literal["int64", "bool", "float32", "bfloat16", "int8"]
 # rows: one row per token, [batch, 1, rows, width], written in place. A rewind only reduces the
 #    length: the rows after it are finite garbage and are overwritten later.
+# window: the newest rows of a layer that sees no others, in a ring: position p is in row p % rows.
+#    A rewind only reduces the length, as a ring has more rows than a window and a step together.
 # recurrent: a summary of all tokens so far. A prompt's chunk advances it by all of its tokens, a
 #    step by the tokens that it emits. It cannot be rewound. Programs read zeros at position 0, so
 #    an earlier request's values do no harm.
 # carry: a value that one step leaves for the next. When a request begins, the host writes
 #    `lengths`, `window`, `num_drafts` and `thinking`; a drafter's own come from its prefill.
 # history: the tokens before the window, which the host writes when a request begins.
-Role = Literal["rows", "recurrent", "carry", "history"]
+Role = Literal["rows", "window", "recurrent", "carry", "history"]
+CACHED = ("rows", "window")  # roles of rows that prompts that begin alike share
 STEP = "step"  # the owner of states that belong to no layer
+BLOCK = 64  # rows that the prefix cache saves together; a ring has a multiple of them
 ROWS_SIZES = ("batch", "head", "rows", "width")
 # The names of a slot's dimensions, for each state of the step and of its drafter.
 STEP_SIZES: dict[str, tuple[str, ...]] = {
@@ -67,10 +71,13 @@ def name_layer_state(name: str, layer: int) -> str:
     return f"{name}.{layer}"
 
 
-def make_rows_spec(name: str, owner: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:
+def make_rows_spec(
+    name: str, owner: str, dtype: StateType, shape: tuple[int, ...], *, ring: bool = False
+) -> StateSpec:
     """Return the spec of the cache rows of a layer or a module, [batch, 1, rows, width]."""
     sizes = dict(zip(ROWS_SIZES, shape, strict=True))
-    return StateSpec(name=name, role="rows", owner=owner, dtype=dtype, sizes=sizes)
+    role: Role = "window" if ring else "rows"
+    return StateSpec(name=name, role=role, owner=owner, dtype=dtype, sizes=sizes)
 
 
 def step_spec(name: str, dtype: StateType, shape: tuple[int, ...]) -> StateSpec:

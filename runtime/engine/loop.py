@@ -197,6 +197,9 @@ class Loop:
         self._watch.add(accepted, drafted)
         self._tokens_now += request.receive(tokens, drafted, logprobs, self.acceptance)
         self._launcher.add(request, accepted, drafted)
+        if self.prefix_cache is not None:
+            with _log_failed_save():
+                self.prefix_cache.save_step(slot, request, len(tokens))
 
     def _fill(self, filling: Filling) -> None:
         """Fill in the next chunk of a prompt; a prompt that is complete starts to decode.

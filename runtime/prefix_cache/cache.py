@@ -10,12 +10,13 @@ from typing import cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PrefixCaching, Programs, host_type
+from mtpbuild.runtime.contract.state import BLOCK, CACHED
 from mtpbuild.runtime.contract.targets import list_targets_with
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.prefix_cache.files import Arrays, PrefixFile, list_prefix_names, open_prefixes
 from mtpbuild.runtime.prefix_cache.folder import PrefixFolder
-from mtpbuild.runtime.prefix_cache.tree import BLOCK, Block, CacheEntry, PrefixTree
+from mtpbuild.runtime.prefix_cache.tree import Block, CacheEntry, PrefixTree
 from mtpbuild.runtime.requests.request import Request
 from mtpbuild.runtime.requests.scheduler import Filling
 
@@ -45,6 +46,7 @@ class PrefixCache:
         self.tree = PrefixTree(limit, programs.lookahead, self._evict)
         self.queries = self.hits = 0  # tokens of prompts: looked up, and found
         self._row_size, self._states_size = count_saved_bytes(manifest)
+        self._overwrites = any(s.role == "window" for s in manifest.state)
         self.recurrent = self._states_size > 0
         # Some drafters carry values from a prompt's last rows, which are then filled in again.
         carried = {s.name for s in manifest.state if s.role in ("carry", "history")}
@@ -85,6 +87,16 @@ class PrefixCache:
         if not (states or filling.done):
             rows -= rows % BLOCK
         self.save(filling.slot, request.prompt, rows, request, states=states)
+
+    def save_step(self, slot: int, request: Request, count: int) -> None:
+        """Save the block that the last `count` rows of an answer completed, if rows are lost.
+
+        Later steps overwrite the rows of layers with a window.
+        """
+        rows = request.length
+        if self._overwrites and rows // BLOCK > (rows - count) // BLOCK:
+            tokens = request.prompt + request.token_ids
+            self.save(slot, tokens, rows - rows % BLOCK, request)
 
     def clear(self) -> None:
         """Drop all entries except the engine's own prefixes."""
@@ -240,9 +252,9 @@ def choose_default_limit(manifest: Manifest) -> int:
 
 def count_saved_bytes(manifest: Manifest) -> tuple[int, int]:
     """Return the bytes of a token's rows in all caches, and of a slot's recurrent states."""
-    size = {"rows": 0, "recurrent": 0}
+    rows = states = 0
     for spec in manifest.state:
-        if spec.role in size:
-            count = spec.sizes["width"] if spec.role == "rows" else math.prod(spec.shape[1:])
-            size[spec.role] += count * host_type(spec.dtype).itemsize
-    return size["rows"], size["recurrent"]
+        item = host_type(spec.dtype).itemsize
+        rows += item * spec.sizes["width"] if spec.role in CACHED else 0
+        states += item * math.prod(spec.shape[1:]) if spec.role == "recurrent" else 0
+    return rows, states

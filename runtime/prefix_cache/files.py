@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import COPY_AGAIN, PREFIXES, Manifest
+from mtpbuild.runtime.contract.state import CACHED
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.files import replace_file
 from mtpbuild.runtime.prefix_cache.tree import RowSpan
@@ -85,7 +86,7 @@ class PrefixFiles:
     def __init__(self, manifest: Manifest) -> None:
         self.engine, self.lookahead = identity(manifest), manifest.lookahead
         self._types = {s.name: s.dtype for s in manifest.state}
-        self._widths = {s.name: s.sizes["width"] for s in manifest.state if s.role == "rows"}
+        self._widths = {s.name: s.sizes["width"] for s in manifest.state if s.role in CACHED}
         self._shapes = {s.name: s.shape[1:] for s in manifest.state if s.role == "recurrent"}
 
     def write(self, path: Path, span: RowSpan, arrays: Arrays) -> None:

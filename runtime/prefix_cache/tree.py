@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
-BLOCK = 64  # rows that are saved and evicted together
+from mtpbuild.runtime.contract.state import BLOCK
+
 Match: TypeAlias = "list[tuple[Block, int]]"  # blocks from a root on, and how many rows of each
 get_tokens = attrgetter("tokens")  # of a block
 

@@ -22,10 +22,17 @@ from mtpbuild.runtime.contract.programs import (
     Scores,
     host_type,
 )
-from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.contract.state import CACHED, StateSpec
 from mtpbuild.runtime.errors import running_program
 from mtpbuild.runtime.programs.mapped_weights import allocate
-from mtpbuild.runtime.programs.slots import Arrays, Caches, Slots, finite, list_result_specs
+from mtpbuild.runtime.programs.slots import (
+    Arrays,
+    Caches,
+    Slots,
+    finite,
+    list_result_specs,
+    list_rings,
+)
 
 ROW_STEP = 128  # programs get caches with a multiple of this many rows
 GROWTH = 1.25  # with several slots: factor by which the rows grow once a slot needs more
@@ -164,17 +171,21 @@ class PackedCaches(Caches):
     device = "cpu"
 
     def __init__(self, state: Sequence[StateSpec]) -> None:
-        specs, self._memory = [s for s in state if s.role == "rows"], HostMemory()
+        specs, self._memory = [s for s in state if s.role in CACHED], HostMemory()
+        self._rings = list_rings(state)
+        self._window = next((s.sizes["window"] for s in state if s.name == "window"), 0)
         self._batch = max(s.sizes["batch"] for s in specs)
-        self._capacity = max(s.sizes["rows"] for s in specs)
+        self._capacity = max(s.sizes["rows"] for s in specs if s.role == "rows")
         self.rows = self.packed = 0
         self._parked = [0] * self._batch  # rows in use of each parked slot
         self._reserved = 0  # rows at the beginning of an allocation that have been written to
         # Zeros, not uninitialised memory: NaN stays NaN by a masked row's weight, 0 or 1e-32.
-        flat = ((s, (self._batch * self._capacity, s.sizes["width"])) for s in specs)
+        flat = ((s, (self._batch * s.sizes["rows"], s.sizes["width"])) for s in specs)
         pages = {s.name: Pages(shape, s.dtype) for s, shape in flat}
         self._flat = {name: held.array for name, held in pages.items()}
-        self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
+        # All but rings, whose rows are all in use.
+        self._packable = {n: array for n, array in self._flat.items() if n not in self._rings}
+        self._large = [pages[n] for n, array in self._packable.items() if array.nbytes >= LARGE]
 
     def arrays(self) -> Arrays:
         """Pack all slots and return their caches."""
@@ -188,15 +199,19 @@ class PackedCaches(Caches):
         """Return views [count, 1, rows, C] of packed slots from `first` on, or of 1 parked slot."""
         packed = first < self.packed
         assert first + count <= self.packed if packed else count == 1
-        rows = self.rows if packed else round_up_rows(self._parked[first], self._capacity)
-        start = self.start(first)
-        return {
-            name: flat[start : start + count * rows].reshape(count, 1, rows, flat.shape[1])
-            for name, flat in self._flat.items()
-        }
+        in_use = self.rows if packed else round_up_rows(self._parked[first], self._capacity)
+        views = Arrays()
+        for name, flat in self._flat.items():
+            rows, start = self._rings.get(name, in_use), self.start(first, name)
+            views[name] = flat[start : start + count * rows].reshape(count, 1, rows, flat.shape[1])
+        return views
 
-    def start(self, slot: int) -> int:
-        return slot * (self.rows if slot < self.packed else self._capacity)
+    def start(self, slot: int, name: str) -> int:
+        return slot * self._rings.get(name, self._stride(slot))
+
+    def _stride(self, slot: int) -> int:
+        """Return the rows from a slot like this one to the next, but in rings."""
+        return self.rows if slot < self.packed else self._capacity
 
     def pointers(self) -> dict[str, int]:
         """Return the address of each cache in the memory of `device`."""
@@ -235,7 +250,12 @@ class PackedCaches(Caches):
         if free < self.packed <= source:
             self._unpack(free)
         rows = int(lengths[source])
-        self._relocate([(self.start(source), self.start(free))], rows)
+        places = source * self._stride(source), free * self._stride(free)
+        self._relocate([places], rows)
+        with self._on_host():
+            for name, ring in self._rings.items():
+                flat = self._flat[name]
+                flat[free * ring : (free + 1) * ring] = flat[source * ring : (source + 1) * ring]
         self._parked[free] = rows
 
     def clear(self, slot: int) -> None:
@@ -247,7 +267,9 @@ class PackedCaches(Caches):
         self._parked[slot] = 0
         starts = [b * self._capacity for b in range(self._batch)]
         with self._on_host():
-            for flat in self._flat.values():
+            for name, ring in self._rings.items():
+                self._flat[name][slot * ring : (slot + 1) * ring] = 0
+            for flat in self._packable.values():
                 for start, rows in zip(starts, self._parked, strict=True):
                     for at in range(start + rows, start + self._capacity, ROW_STEP):
                         block = flat[at : min(at + ROW_STEP, start + self._capacity)]
@@ -279,7 +301,7 @@ class PackedCaches(Caches):
         """Copy `rows` rows from the first to the second place of each pair, in order."""
         if moved := [(old, new) for old, new in places if old != new]:
             with self._on_host():
-                for flat in self._flat.values():
+                for flat in self._packable.values():
                     for old, new in moved:
                         flat[new : new + rows] = flat[old : old + rows]
 
@@ -304,6 +326,6 @@ class PackedCaches(Caches):
         1 ms, every 13 tokens of deepseek-tiny.
         """
         if rows > self._reserved:
-            for flat in self._flat.values():
+            for flat in self._packable.values():
                 flat[self._reserved : rows] += 0
             self._reserved = rows

@@ -193,7 +193,7 @@ class OnnxPrograms(HostSlots):
         for name, view in self._caches.views(first, count).items():
             if name not in inputs:
                 continue
-            start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
+            start = pointers[name] + self._caches.start(first, name) * view[0, 0, 0].nbytes
             buffer: dict[str, Any] = {
                 "device_type": device,
                 "device_id": 0,

@@ -1,6 +1,6 @@
 """Slots: the caches, carried state and controls of requests, in any kind of memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
     name_program,
 )
-from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.contract.state import BLOCK, CACHED, StateSpec
 from mtpbuild.runtime.errors import EngineError
 
 JUDGED = ("window", "num_drafts")  # states from before a step that its output reports
@@ -58,15 +58,22 @@ class Memory(Protocol):
         ...
 
 
+def list_rings(state: Iterable[StateSpec]) -> dict[str, int]:
+    """Return the number of rows of each ring, by the state's name."""
+    return {s.name: s.sizes["rows"] for s in state if s.role == "window"}
+
+
 class Caches:
     """All slots' caches [B, 1, S, C] at full capacity; a step decides which rows it reads."""
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
-        specs = [s for s in state if s.role == "rows"]
+        specs = [s for s in state if s.role in CACHED]
         self._memory, self.specs = memory, specs
-        self._capacity = max((s.sizes["rows"] for s in specs), default=0)
+        self._rings = list_rings(state)
+        self._window = next((s.sizes["window"] for s in state if s.name == "window"), 0)
+        self._capacity = max((s.sizes["rows"] for s in specs if s.role == "rows"), default=0)
         self._flat = {
-            s.name: memory.zeros((s.sizes["batch"] * self._capacity, s.sizes["width"]), s.dtype)
+            s.name: memory.zeros((s.sizes["batch"] * s.sizes["rows"], s.sizes["width"]), s.dtype)
             for s in specs
         }
         self.tensors = {s.name: self._flat[s.name].reshape(s.shape) for s in specs}
@@ -83,21 +90,44 @@ class Caches:
         for array in self.tensors.values():
             self._memory.copy(array[source : source + 1], array[target : target + 1])
 
-    def start(self, slot: int) -> int:
-        """Return the row at which a slot begins in each cache's allocation."""
-        return slot * self._capacity
+    def start(self, slot: int, name: str) -> int:
+        """Return the row at which a slot begins in a cache's allocation."""
+        return slot * self._rings.get(name, self._capacity)
+
+    def _cut(self, slot: int, name: str, start: int, stop: int) -> Iterator[tuple[Any, slice]]:
+        """Yield views of a slot's rows of some positions, and where each lies among them.
+
+        A ring has the last of them alone.
+        """
+        at, flat, ring = self.start(slot, name), self._flat[name], self._rings.get(name)
+        first = start if ring is None else max(start, stop - ring)
+        while first < stop:
+            place = first if ring is None else first % ring
+            count = stop - first if ring is None else min(stop - first, ring - place)
+            yield flat[at + place : at + place + count], slice(first - start, first - start + count)
+            first += count
 
     def read(self, slot: int, start: int, stop: int) -> Arrays:
-        """Return rows of a slot on the host; they share its memory if it is there."""
-        first, last = self.start(slot) + start, self.start(slot) + stop
-        return {name: self._memory.host(flat[first:last]) for name, flat in self._flat.items()}
+        """Return rows of a slot on the host; they may share its memory if it is there."""
+        rows = dict[str, NDArray[Any]]()
+        for name in self._flat:
+            views = [self._memory.host(view) for view, _ in self._cut(slot, name, start, stop)]
+            rows[name] = views[0] if len(views) == 1 else np.concatenate(views)
+        return rows
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether rows of these positions, of which the last are new, are in all rings."""
+        newer = BLOCK + 2 * self._window
+        rings = (ring for ring in self._rings.values() if ring < self._capacity)
+        return all(stop - start + newer <= ring for ring in rings)
 
     def write(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int]]) -> None:
         """Write a slot's first rows, piece by piece: arrays, and how many rows to take."""
-        at = self.start(slot)
+        at = 0
         for arrays, count in pieces:
-            for name, flat in self._flat.items():
-                self._memory.copy(arrays[name][:count], flat[at : at + count])
+            for name in self._flat:
+                for view, rows in self._cut(slot, name, at, at + count):
+                    self._memory.copy(arrays[name][rows], view)
             at += count
 
     def clear(self, slot: int) -> None:
@@ -122,7 +152,7 @@ class Slots:
         self.features = manifest.features
         self._memory, self._caches = memory, caches
         self._batch, self._capacity = manifest.build.max_batch, manifest.build.capacity
-        self._carried = [s for s in manifest.state if s.role != "rows"]
+        self._carried = [s for s in manifest.state if s.role not in CACHED]
         self._carries = [
             {s.name: memory.zeros(s.shape, s.dtype) for s in self._carried} for _ in range(copies)
         ]
@@ -182,8 +212,11 @@ class Slots:
 
     def save_rows(self, slot: int, start: int, pieces: Sequence[Piece]) -> bool:
         at, saved = 0, dict[int, Mapping[str, NDArray[Any]]]()
+        stop = start + sum(count for _, count in pieces)
+        if not self._caches.holds(start, stop):
+            return False
         self._settle()
-        rows = self._caches.read(slot, start, start + sum(count for _, count in pieces))
+        rows = self._caches.read(slot, start, stop)
         for number, count in pieces:
             saved[number] = {name: array[at : at + count].copy() for name, array in rows.items()}
             if not are_all_finite(saved[number]):

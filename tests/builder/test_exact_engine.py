@@ -18,7 +18,7 @@ from mtpbuild.runtime.cpu_library import LAYOUT
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.programs import onnxruntime
 from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
-from tests.support.exact_engines import said, same, save
+from tests.support.exact_engines import HEAD, said, same, save
 from tests.support.isas import isas
 from tests.support.requests import build
 
@@ -42,6 +42,9 @@ KINDS = [  # model, weights, caches
             *((name, "float32", "float32") for name in ("mimo", "qwen3.5", "glm-5")),
             *((name, "int4", "float32") for name in ("mimo", "qwen3.5")),
             ("glm-5", "int4", "bfloat16"),
+            ("gemma4-dense", "int4", "int8"),
+            ("gemma4-mixture", "int4", "float32"),
+            ("gemma4-small", "int8", "bfloat16"),
         ]
     ),
 ]
@@ -57,8 +60,10 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = save(place / "model", name)
     scheme = None if weights == "float32" else build_scheme(weights)
     options = {"cache_dtype": caches}
+    head = place / HEAD
+    mtp = head if head.is_dir() else None
     whole = BuildRequest(
-        str(folder), max_seq_len=160, scheme=scheme, out=place / "alone", options=options
+        str(folder), max_seq_len=160, scheme=scheme, out=place / "alone", options=options, mtp=mtp
     )
     requests = (
         replace(whole, nextn=(0,), prefill_chunk=64),
@@ -191,7 +196,7 @@ def test_rows_that_an_indexer_reads(tmp_path: Path) -> None:
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.8, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.9, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

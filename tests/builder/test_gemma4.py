@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.eager import EagerPrograms
 from tests.support.gemma4 import (
@@ -163,7 +165,10 @@ def test_engines_continue_as_transformers(shape: str, tmp_path: Path) -> None:
     trunk, head = make_trunk(shape), make_assistant(shape)
     folder, assistant = save(trunk, tmp_path / "trunk"), save(head, tmp_path / "head")
     out = tmp_path / "engines"
-    request = build_request(folder, (0, NEXTN), out=out, mtp=assistant, max_seq_len=360)
+    # Rings of 256 rows, which begin anew in the longest prompt.
+    request = build_request(
+        folder, (0, NEXTN), out=out, mtp=assistant, max_seq_len=360, prefill_chunk=50
+    )
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
     for built in build(request):
         with Engine.load(built.folder) as engine:
@@ -178,6 +183,46 @@ def test_engines_continue_as_transformers(shape: str, tmp_path: Path) -> None:
                 logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(wanted)[:, None])[:, 0]
                 measured = [step.logprob for step in result.logprobs]
                 np.testing.assert_allclose(measured, logprobs, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build an engine with drafts, whose rings have 256 of 700 rows."""
+    place = tmp_path_factory.mktemp("windowed")
+    folder = save(make_trunk("dense"), place / "trunk")
+    assistant = save(make_assistant("dense"), place / "head")
+    request = build_request(
+        folder, (NEXTN,), out=place / "e", mtp=assistant, max_seq_len=700, prefill_chunk=40,
+        max_batch=2,
+    )  # fmt: skip
+    return build(request)[0].folder
+
+
+def test_rings_are_as_long_as_they_need_be(windowed: Path) -> None:
+    state = read_manifest(windowed).state
+    rows = {s.name: (s.role, s.sizes["rows"]) for s in state if s.role in ("rows", "window")}
+    assert rows == {f"kv.{i}": ("window", 256) for i in (0, 1, 3)} | {
+        f"kv.{i}": ("rows", 704) for i in (2, 4)
+    }
+
+
+def test_prompts_branch_behind_windows(windowed: Path) -> None:
+    """A conversation may go on from any of its tokens, its answers' too, as from a cold start."""
+    rng, params = np.random.default_rng(5), SamplingParams(max_tokens=70, ignore_eos=True)
+    few = replace(params, max_tokens=12)
+    with Engine.load(windowed, prefix_cache=False) as cold, Engine.load(windowed) as warm:
+        prompt = rng.integers(3, 61, 330).tolist()
+        known = [*prompt, *warm.generate(prompt, params).token_ids]
+        for _ in range(100):
+            cut = int(rng.integers(1, len(known)))
+            branch = known[:cut] + rng.integers(3, 61, 4).tolist()
+            result = warm.generate(branch, few)
+            assert result.metrics.cached_tokens >= cut // 64 * 64
+            assert result.token_ids == cold.generate(branch, few).token_ids
+        # Beside another request, in a slot that moves.
+        prompts = [known[:300], rng.integers(3, 61, 290).tolist(), known[:100]]
+        for result, alone in zip(warm.generate(prompts, params), prompts, strict=True):
+            assert result.token_ids == cold.generate(alone, params).token_ids
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -7,7 +7,10 @@ import numpy as np
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 from tests.support.families import make_family, save_family
+from tests.support.gemma4 import make_assistant, make_trunk
+from tests.support.gemma4 import save as save_gemma4
 
+HEAD = "head"  # a folder beside a checkpoint whose head is another one's
 DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 FAMILIES = {
@@ -21,6 +24,15 @@ FAMILIES = {
     "glm-5": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
     | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
 }
+GEMMA4 = {
+    "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32,
+    "sliding_window": 9,
+}  # fmt: skip
+GEMMA4_SHAPES = {
+    "dense": GEMMA4,
+    "mixture": GEMMA4 | {"moe_intermediate_size": 32},
+    "small": GEMMA4 | {"hidden_size_per_layer_input": 32},
+}
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 Said = list[tuple[list[int], list[float]]]
 
@@ -28,6 +40,11 @@ Said = list[tuple[list[int], list[float]]]
 def save(folder: Path, name: str) -> Path:
     if name in DEEPSEEK:
         return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
+    if (shape := name.removeprefix("gemma4-")) in GEMMA4_SHAPES:
+        sizes = GEMMA4_SHAPES[shape]
+        heads = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size": 32}
+        save_gemma4(make_assistant(shape, backbone=64, **heads), folder.with_name(HEAD))
+        return save_gemma4(make_trunk(shape, **sizes), folder)
     sizes = FAMILIES[name]
     return save_family(folder, name, make_family(name, **sizes), **sizes)
 

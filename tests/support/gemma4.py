@@ -50,14 +50,14 @@ def make_trunk(shape: str, seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
     return spread(Gemma4ForCausalLM(config))
 
 
-def make_assistant(shape: str, seed: int = 1, **changes: Any) -> Gemma4AssistantForCausalLM:
-    """Make a head for a trunk of this shape."""
+def make_assistant(
+    shape: str, seed: int = 1, backbone: int = SIZES["hidden_size"], **changes: Any
+) -> Gemma4AssistantForCausalLM:
+    """Make a head for a trunk of this shape, whose hidden size is `backbone`."""
     torch.manual_seed(seed)
     sizes = SIZES | {"attention_k_eq_v": SHAPES[shape].get("attention_k_eq_v", True)} | HEAD
     text = Gemma4TextConfig(**sizes | changes)
-    config = Gemma4AssistantConfig(
-        text_config=text.to_dict(), backbone_hidden_size=SIZES["hidden_size"]
-    )
+    config = Gemma4AssistantConfig(text_config=text.to_dict(), backbone_hidden_size=backbone)
     return spread(Gemma4AssistantForCausalLM(config))
 
 

@@ -44,7 +44,7 @@ class AssistantHead(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, GemmaLayer)
             attention = layer.self_attn
-            q, _ = attention.write(layer.input_layernorm(x) @ attention.qkv_proj, None, rows)
+            q, _ = attention.write(layer.input_layernorm(x), None, rows)
             # transformers lets it see one row more than the trunk's window.
             x = layer.finish(x, attention.attend(q, rows, last, wider=1))
         x = self.norm(x)

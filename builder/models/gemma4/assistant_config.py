@@ -50,14 +50,13 @@ class AssistantConfig(Gemma4Config, HeadConfig):
         """Raise CheckpointError if the head does not fit the trunk's rows."""
         mine = {"backbone_hidden_size": self.backbone_hidden_size, "vocab_size": self.vocab_size}
         theirs = {"backbone_hidden_size": trunk.hidden_size, "vocab_size": trunk.vocab_size}
+        keys = list[str]()
         if any(self.full_layers):
-            keys = ("global_head_dim", "num_global_key_value_heads", "full_rope")
-            mine |= {key: getattr(self, key) for key in keys}
-            theirs |= {key: getattr(trunk, key) for key in keys}
+            keys += ["global_head_dim", "num_global_key_value_heads", "full_rope"]
         if not all(self.full_layers):
-            keys = ("head_dim", "num_key_value_heads", "rope", "sliding_window")
-            mine |= {key: getattr(self, key) for key in keys}
-            theirs |= {key: getattr(trunk, key) for key in keys}
+            keys += ["head_dim", "num_key_value_heads", "rope", "sliding_window"]
+        mine |= {key: getattr(self, key) for key in keys}
+        theirs |= {key: getattr(trunk, key) for key in keys}
         for key, value in mine.items():
             if value != theirs[key]:
                 raise CheckpointError(

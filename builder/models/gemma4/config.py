@@ -198,6 +198,11 @@ def cache_sections(c: Gemma4Config, layer: int) -> tuple[int, ...]:
     return (c.width(layer),)
 
 
+def list_windows(c: Gemma4Config) -> list[int]:
+    """Return how many rows each layer sees; 0: all."""
+    return [0 if full else c.sliding_window for full in c.full_layers]
+
+
 def split_sizes(c: Gemma4Config, ranks: Ranks) -> list[Split]:
     return [Split("the number of ranks of an engine of Gemma-4,", 1, ranks.tp)]
 

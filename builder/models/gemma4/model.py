@@ -49,12 +49,11 @@ class WindowPositions(Positions):
     shared: dict[bool, Rows] = field(default_factory=dict)
 
 
-class TwoRopes(nn.Module):
+class TwoRopes(Rope):
     """The angles of both kinds of layers."""
 
     def __init__(self, c: Gemma4Config) -> None:
-        super().__init__()
-        self.window = Rope(c.rope, c.head_dim)
+        super().__init__(c.rope, c.head_dim)
         self.full = Rope(c.full_rope, c.global_head_dim)
 
     def forward(
@@ -66,7 +65,7 @@ class TwoRopes(nn.Module):
         offset: int = 0,
     ) -> WindowPositions:
         """Place tokens as `Rope` does."""
-        near = self.window(start, tokens, active, end, offset)
+        near = super().forward(start, tokens, active, end, offset)
         far = self.full(start, tokens, active, end, offset)
         ring = near.start if active is None else torch.where(active, start, -1)
         parts = {part.name: getattr(near, part.name) for part in fields(near)}
@@ -90,19 +89,11 @@ class WindowAttention(nn.Module):
         self.k_norm = RMSNorm(self.width, c.rms_norm_eps) if self.owns_rows else None
         self.o_proj = parameter(self.heads * self.width, c.hidden_size)
 
-    def forward(
-        self, x: Tensor, cache: Tensor | None, rows: WindowPositions, only_rows: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's branch [B, T, E], and the new cache if it has one of its own."""
-        q, cache = self.write(x @ self.qkv_proj, cache, rows)
-        if only_rows:
-            return x, cache
-        return self.attend(q, rows, rows.first), cache
-
     def write(
-        self, y: Tensor, cache: Tensor | None, rows: WindowPositions
+        self, x: Tensor, cache: Tensor | None, rows: WindowPositions
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the queries, and the cache with the fresh rows."""
+        """Return the queries [B, T, H D] of x [B, T, E], and the cache with its rows, if any."""
+        y = x @ self.qkv_proj
         cos, sin = rows.full if self.full else (rows.cos, rows.sin)
         sizes = {"heads": self.heads, "width": self.width, "eps": self.q_norm.eps}
         q_norm = self.q_norm.weight
@@ -219,8 +210,14 @@ class GemmaLayer(nn.Module):
         self, x: Tensor, cache: Tensor | None, rows: WindowPositions, own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute x [B, T, E]; own [B, T, P]: the layer's own input."""
-        branch, cache = self.self_attn(self.input_layernorm(x), cache, rows)
-        return self.finish(x, branch, own), cache
+        q, cache = self.self_attn.write(self.input_layernorm(x), cache, rows)
+        return self.finish(x, self.self_attn.attend(q, rows, rows.first), own), cache
+
+    def fill(self, x: Tensor, cache: Tensor, rows: WindowPositions) -> Tensor:
+        """Write only the cache rows, which are all that a prompt needs of the last layer."""
+        new = self.self_attn.write(self.input_layernorm(x), cache, rows)[1]
+        assert new is not None
+        return new
 
     def finish(self, x: Tensor, branch: Tensor, own: Tensor | None = None) -> Tensor:
         """Add attention's branch [B, T, E], then the rest of the layer."""
@@ -281,9 +278,9 @@ class Gemma4(CausalLM):
         last = self.config.first_shared - 1  # no later layer writes rows
         x, updates = self.run(tokens, state, rows, last)
         layer, name = self.layers[last], name_layer_rows(last)
-        _, updates.written[name] = layer.self_attn(
-            layer.input_layernorm(x), state[name], rows, only_rows=True
-        )
+        assert isinstance(layer, GemmaLayer)
+        assert isinstance(rows, WindowPositions)
+        updates.written[name] = layer.fill(x, state[name], rows)
         return updates
 
     def run(
@@ -291,7 +288,9 @@ class Gemma4(CausalLM):
     ) -> tuple[Tensor, StateUpdates]:
         """Run the first `count` layers on tokens [B, T]."""
         x, updates = self.embed(tokens), StateUpdates()
-        inputs = [None] * count if self.layer_inputs is None else self.layer_inputs(tokens, x)
+        inputs: Sequence[Tensor | None] = [None] * count
+        if self.layer_inputs is not None:
+            inputs = self.layer_inputs(tokens, x)
         for i in range(count):
             name = name_layer_rows(i)
             x, cache = self.layers[i](x, state.get(name), rows, inputs[i])

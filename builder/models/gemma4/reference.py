@@ -147,6 +147,8 @@ class PlainGemmaTrunk(nn.Module):
 class PlainGemma4(PlainLM):
     """Gemma-4's text model over whole sequences."""
 
+    config: Gemma4Config
+
     def __init__(self, c: Gemma4Config) -> None:
         super().__init__()
         self.config = c
