@@ -9,7 +9,7 @@ from mtpbuild.runtime.constraints.json_schema import Json, map_subschemas, resol
 
 T = TypeVar("T")
 COMMA = ' "," '
-PLAIN_KEY = "[A-Za-z0-9_.$-]+"  # other keys stand between the marks
+PLAIN_KEY = r"[\w.$-]+"  # other keys stand between the marks
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 KEYWORDS = {
     "string": {"minLength", "maxLength"},
@@ -116,7 +116,8 @@ class QuotedRules:
     def _write_object(self, schema: Json) -> str:
         needed = [name for name in _read(schema, "required", list[Any]()) if isinstance(name, str)]
         others = schema.get("additionalProperties", True)
-        members = dict.fromkeys(needed, others) | _read(schema, "properties", Json())
+        members = _read(schema, "properties", Json())
+        members = {**members, **{name: others for name in needed if name not in members}}
         if not members:
             key = self._define(f"/{PLAIN_KEY}/ | {self._write_text()}")
             pair = f'{key} ":" {self._add(others)}' if others is not False else ""

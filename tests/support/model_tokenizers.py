@@ -170,7 +170,7 @@ def deepseek() -> Files:
 
 
 def gemma4() -> Files:
-    """Write one of SentencePiece's kind with a post-processed BOS, which the template writes, too."""
+    """Write one of SentencePiece's kind; template and post-processor both write the BOS."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trainer = BpeTrainer(vocab_size=300, show_progress=False)
