@@ -334,6 +334,13 @@ def test_an_answer_with_thought_text_and_call(end: str, tokenizer: Tokenizer) ->
     assert len(pieces) > 3
 
 
+def test_a_thought_that_is_not_split_keeps_its_marks(tokenizer: Tokenizer) -> None:
+    with engine_saying(tokenizer, SAID + "<turn|>") as engine:
+        params = engine.answer_params(SamplingParams(max_tokens=200), split_thought=False)
+        answer = engine.generate(engine.chat_ids(HI), params)
+    assert answer.text.startswith("<|channel>thought\nI ask.\n<channel|>I look.")
+
+
 def test_a_call_that_max_tokens_cuts(tokenizer: Tokenizer) -> None:
     raw = f"{CALL}weather{{city:{Q}Ul"
     count = len(tokenizer.encode(raw, add_special_tokens=False))
