@@ -25,9 +25,9 @@ class Span(NamedTuple):
 class Thought:
     """The state of an answer's thought, updated token by token.
 
-    A thought begins with the answer or `<think>`, and ends at `</think>`. marks: these two tokens;
-    the same text from other tokens is plain text. thinking: whether the answer is inside the
-    thought; at first, whether the prompt opened it. started: whether the answer has more than white
+    A thought begins with the answer or at `<think>`, and ends at `</think>`, or what the model has
+    for them. marks: these two tokens; the same text from other tokens is plain text. thinking:
+    whether the answer is inside the thought; at first, whether the prompt opened it. started: whether the answer has more than white
     space. tokens: the number of thought tokens so far, with its marks.
     """
 

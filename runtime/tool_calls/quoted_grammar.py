@@ -63,8 +63,8 @@ class QuotedRules:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise ValueError(f"the schema {json.dumps(schema):.60}")
-        limits = {name: schema[name] for name in schema.keys() - ANNOTATIONS}
-        key = json.dumps(limits, sort_keys=True)
+        limits = {name: value for name, value in schema.items() if name not in ANNOTATIONS}
+        key = json.dumps(limits)
         if key not in self._names:
             self._names[key] = name = f"{self._prefix}_{len(self._names)}"
             self.lines.append(f"{name}: {' | '.join(self._list_choices(limits))}")
@@ -114,14 +114,16 @@ class QuotedRules:
         return f"{self._mark} {self._define(text, terminal=True)} {self._mark}"
 
     def _write_object(self, schema: Json) -> str:
-        needed = [name for name in _read(schema, "required", list[Any]()) if isinstance(name, str)]
+        needed = _read(schema, "required", list[Any]())
+        if not all(isinstance(name, str) for name in needed):
+            raise ValueError(f"required {json.dumps(needed):.60}")
         others = schema.get("additionalProperties", True)
         members = _read(schema, "properties", Json())
         members = {**members, **{name: others for name in needed if name not in members}}
-        if not members:
+        if not members and others is not False:
             key = self._define(f"/{PLAIN_KEY}/ | {self._write_text()}")
-            pair = f'{key} ":" {self._add(others)}' if others is not False else ""
-            return f'"{{" {_repeat(pair)} "}}"' if pair else '"{" "}"'
+            pairs = _repeat(f'{key} ":" {self._add(others)}')
+            return f'"{{" {pairs} "}}"'
         head = tail = '"}"'  # where no member stands before it, and where one does
         for name, part in reversed(members.items()):
             pair = f"{self._write_key(name)} {self._add(part)}"
@@ -147,7 +149,7 @@ class QuotedRules:
             case list():
                 return f'"[" {COMMA.join(map(self._write_value, value))} "]"'
             case dict():
-                pairs = (f"{self._write_key(k)} {self._write_value(v)}" for k, v in value.items())
+                pairs = [f"{self._write_key(k)} {self._write_value(v)}" for k, v in value.items()]
                 return f'"{{" {COMMA.join(pairs)} "}}"'
         return json.dumps(json.dumps(value))
 

@@ -28,7 +28,7 @@ from mtpbuild.runtime.tool_calls.forms import FORMS
 from mtpbuild.runtime.tool_calls.grammar import write_calls_grammar
 from mtpbuild.runtime.tool_calls.tool_use import read_tool_use
 from tests.support.checkpoints import BASE
-from tests.support.fakes import FakePrograms, fake_manifest, scripted
+from tests.support.fakes import FakePrograms, fake_manifest, scripted, shared_tokenizer
 from tests.support.model_tokenizers import gemma4, write_files
 from tests.support.split_pieces import fed, joined
 
@@ -247,6 +247,14 @@ def test_marks_are_their_tokens(tokenizer: Tokenizer) -> None:
     assert not accepts(tokenizer, TOOLS, [*before, *turn, *after])
 
 
+def test_marks_that_are_no_tokens() -> None:
+    """A tokenizer without them spells them, and a string ends at the first one."""
+    assert accepts(shared_tokenizer(), TOOLS, f"{GOOD}{CALL}now{{}}{END}")
+    assert accepts(shared_tokenizer(), TOOLS, GOOD.replace("Ulm", '<|"|x'))
+    assert not accepts(shared_tokenizer(), TOOLS, GOOD.replace("Ulm", f"Ulm{Q}"))
+    assert not accepts(shared_tokenizer(), TOOLS, GOOD.replace(Q, '"'))
+
+
 def fits(arguments: str) -> bool:
     return jsonschema_rs.is_valid(CITY, json.loads(arguments))
 
@@ -273,6 +281,7 @@ def test_whatever_the_grammar_allows_is_read_and_fits(seed: int, tokenizer: Toke
      ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf in a schema"),
      ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf in a schema"),
      ({"type": "array", "prefixItems": [{}]}, "prefixItems in a schema"),
+     ({"type": "object", "required": [[]]}, r"required \[\[\]\]"), ({"enum": []}, "enum in a"),
      ({"$ref": "#/$defs/None"}, "the schema null"), (False, "the schema false"),
      ({"type": "string", "maxLength": "3"}, 'maxLength "3"')],
 )  # fmt: skip
