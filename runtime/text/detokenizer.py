@@ -27,8 +27,9 @@ class Thought:
 
     A thought begins with the answer or at `<think>`, and ends at `</think>`, or what the model has
     for them. marks: these two tokens; the same text from other tokens is plain text. thinking:
-    whether the answer is inside the thought; at first, whether the prompt opened it. started: whether the answer has more than white
-    space. tokens: the number of thought tokens so far, with its marks.
+    whether the answer is inside the thought; at first, whether the prompt opened it. started:
+    whether the answer has more than white space. tokens: the number of thought tokens so far, with
+    its marks.
     """
 
     marks: tuple[int, int]
