@@ -11,6 +11,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import MAX_TOKENIZER, read_json
 from mtpbuild.runtime.text import tokenizer_files
+from mtpbuild.runtime.text.thought_marks import THOUGHT_MARKS
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
 
@@ -46,7 +47,8 @@ def read_generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     tokenizer_eos = ids.get(special.get("eos_token", ""))
     if isinstance(tokenizer_eos, int) and 0 <= tokenizer_eos < config.vocab_size:
         eos = tuple(dict.fromkeys((*eos, tokenizer_eos)))
-    thinking = (ids["<think>"], ids["</think>"]) if {"<think>", "</think>"} <= ids.keys() else None
+    marks = next((m for m in THOUGHT_MARKS if {m.begin, m.end} <= ids.keys()), None)
+    thinking = (ids[marks.begin], ids[marks.end]) if marks else None
     return GenerationIds(next(iter(bos), None), eos, thinking)
 
 

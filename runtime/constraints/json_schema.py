@@ -66,7 +66,8 @@ def close_objects(schema: Json) -> None:
     for part in parts:
         if isinstance(listed := part.get("properties"), dict):
             if "additionalProperties" not in part and isinstance(part.get("required"), list):
-                listed.update({n: True for n in part["required"] if n not in listed})
+                needed = [name for name in part["required"] if isinstance(name, str)]
+                listed.update({name: True for name in needed if name not in listed})
             part.setdefault("additionalProperties", False)
 
 

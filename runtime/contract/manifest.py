@@ -80,7 +80,7 @@ class ModelInfo(_Record):
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    thinking_token_ids: tuple[int, int] | None = None  # <think> and </think>, if the model has them
+    thinking_token_ids: tuple[int, int] | None = None  # as <think> and </think>, if it has them
 
 
 class BuildInfo(_Record):

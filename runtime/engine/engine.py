@@ -38,7 +38,7 @@ from mtpbuild.runtime.requests.totals import MeteredModel, RequestTotals
 from mtpbuild.runtime.sampling.params import SamplingParams
 from mtpbuild.runtime.text.chat_template import ChatOptions, Message
 from mtpbuild.runtime.text.messages import render_messages
-from mtpbuild.runtime.text.reasoning import BEGIN, END
+from mtpbuild.runtime.text.thought_marks import THOUGHT_TOKENS
 from mtpbuild.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -454,9 +454,10 @@ class Engine:
         split_thought: bool = True,
     ) -> SamplingParams:
         """Return the settings of a chat's answer, whose thought and calls can be told apart."""
-        splits = split_thought and self.manifest.model.thinking_token_ids is not None
-        names = (*((BEGIN, END) if splits else ()), *(tool_use.form.tokens if tool_use else ()))
-        if not splits and not names:
+        thinks = self.manifest.model.thinking_token_ids is not None
+        splits = split_thought and thinks
+        names = (*(THOUGHT_TOKENS if thinks else ()), *(tool_use.form.tokens if tool_use else ()))
+        if not names:
             return params
         shown = {*params.shown_tokens, *(id for n, id in self.special_ids.items() if n in names)}
         return replace(params, shown_tokens=sorted(shown), split_thought=splits)

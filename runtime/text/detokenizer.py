@@ -25,10 +25,11 @@ class Span(NamedTuple):
 class Thought:
     """The state of an answer's thought, updated token by token.
 
-    A thought begins with the answer or `<think>`, and ends at `</think>`. marks: these two tokens;
-    the same text from other tokens is plain text. thinking: whether the answer is inside the
-    thought; at first, whether the prompt opened it. started: whether the answer has more than white
-    space. tokens: the number of thought tokens so far, with its marks.
+    A thought begins with the answer or at `<think>`, and ends at `</think>`, or what the model has
+    for them. marks: these two tokens; the same text from other tokens is plain text. thinking:
+    whether the answer is inside the thought; at first, whether the prompt opened it. started:
+    whether the answer has more than white space. tokens: the number of thought tokens so far, with
+    its marks.
     """
 
     marks: tuple[int, int]
@@ -69,8 +70,9 @@ class TextStream:
     tokens, including those of the stop string.
 
     A character may be spread over several tokens: the decoder keeps its first bytes until the rest
-    arrives. The possible beginning of a stop string is held back too, and so is white space that a
-    thought may follow. A stop string counts if its last character may end the text.
+    arrives. The possible beginning of a stop string is held back too, and so are white space that a
+    thought may follow and the word that belongs to a thought's mark. A stop string counts if its
+    last character may end the text.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class TextStream:
         self._pending: list[Span] = []  # may begin a stop string
         self._unsearched = 0  # characters at the end of `_pending` that may end the text
         self._ready: list[Span] = []
+        self._word = ""  # may follow the mark of the thought
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
         """Append a token; return True if it completes a stop string."""
@@ -113,6 +116,7 @@ class TextStream:
         self.length += len(text)
         if kind == "begin":  # only white space precedes it
             self._pending = [span._replace(kind=kind) for span in self._pending]
+            self._word = self._tokenizer.find_thought_word(token)
         if text:
             self._pending.append(Span(text, from_draft, kind))
         started = thought is None or thought.started
@@ -121,8 +125,24 @@ class TextStream:
         if (started or self._stop_in_thought) and self.cut_at_stop():
             return True
         if started:
-            self._release(measure_marker_prefix(self._tail, *self._stop) if scans else 0)
+            waits = self._word and kind != "begin"
+            held = self._mark_word(ended=kind == "end") if waits else 0
+            self._release(max(held, measure_marker_prefix(self._tail, *self._stop) if scans else 0))
         return False
+
+    def _mark_word(self, *, ended: bool) -> int:
+        """Make a thought's word part of its mark; return the characters that may be the word."""
+        text = "".join(span.text for span in self._pending if span.kind == "reasoning")
+        if not ended and len(text) < len(self._word) and self._word.startswith(text):
+            return len(text)
+        left, spans = len(self._word) if text.startswith(self._word) else 0, list[Span]()
+        for span in self._pending:
+            cut = min(left, len(span.text)) if span.kind == "reasoning" else 0
+            spans.append(span._replace(text=span.text[:cut], kind="begin"))
+            spans.append(span._replace(text=span.text[cut:]))
+            left -= cut
+        self._pending, self._word = [span for span in spans if span.text], ""
+        return 0
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
         """Return the text since the last call; with `everything` also the held-back text."""

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 
-BEGIN, END = "<think>", "</think>"
 Kind = Literal["reasoning", "content", "begin", "end", "name", "arguments"]
 
 

@@ -15,6 +15,7 @@ from mtpbuild.runtime.errors import EngineFileError, RequestError, UsageError
 from mtpbuild.runtime.files import MAX_TOKENIZER, check_regular
 from mtpbuild.runtime.text import tokenizer_files
 from mtpbuild.runtime.text.chat_template import ChatOptions, ChatTemplates, Message
+from mtpbuild.runtime.text.thought_marks import THOUGHT_MARKS, THOUGHT_TOKENS
 from mtpbuild.runtime.text.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
@@ -118,6 +119,11 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
 
+    def find_thought_word(self, begin: int) -> str:
+        """Return the word that belongs to the token that begins a thought; "" if none does."""
+        name = self._backend.id_to_token(begin)
+        return next((marks.word for marks in THOUGHT_MARKS if marks.begin == name), "")
+
     @property
     def special_ids(self) -> dict[str, int]:
         """The ids of the special tokens that were added to the vocabulary, by name."""
@@ -148,7 +154,8 @@ class Tokenizer:
             opened = self.chat_prompt(question)
         except (RequestError, EngineFileError):
             return []
-        head = re.split("</?think>", opened.removeprefix(without))[0]
+        marks = "|".join(map(re.escape, THOUGHT_TOKENS))
+        head = re.split(marks, opened.removeprefix(without))[0]
         known = opened.startswith(without) and head
         return self.rstrip(self.encode(head, add_special_tokens=False)) if known else []
 

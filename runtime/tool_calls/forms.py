@@ -38,6 +38,7 @@ class Form:
     # The text before the name, before the arguments, and before the end marker.
     spelled: tuple[str, str, str] = ("", "", "")
     tags: Tags | None = None
+    quote: str = ""  # stands on both sides of a string, which is literal inside; keys are bare
     inner: tuple[str, ...] = ()  # other parts of a call that may be special tokens
 
     @property
@@ -101,6 +102,14 @@ FORMS = {
             ('" string="false">', f"</{DSML}parameter>\n"),
         ),
         inner=(DSML,),
+    ),
+    "gemma4": Form(
+        "<|tool_call>",
+        "<tool_call|>",
+        head=re.compile(r"\s*call:\s*(?P<name>[^\s<{}]+)\s*(?=[{<])"),
+        spelled=("call:", "", ""),
+        quote='<|"|>',
+        inner=('<|"|>',),
     ),
     "glm45": Form(
         *HERMES, tags=Tags(("", "\n"), GLM[0], (f"{GLM[1]}\n{GLM[2]}", f"{GLM[3]}\n")), inner=GLM

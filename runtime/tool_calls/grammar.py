@@ -1,4 +1,4 @@
-"""Lark grammars for answers that must be tool calls, as JSON or with their arguments in tags."""
+"""Lark grammars for answers that must be tool calls, in all forms."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +9,7 @@ from mtpbuild.runtime.constraints.json_schema import make_object_schema, prepare
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.tokenizer import Tokenizer
 from mtpbuild.runtime.tool_calls.forms import INDEX_OF_CALL, Form, Tags
+from mtpbuild.runtime.tool_calls.quoted_grammar import QuotedRules, drop_formats
 from mtpbuild.runtime.tool_calls.values import as_text, list_allowed_types
 
 INDEX = " /[0-9]{1,3}/ "
@@ -23,7 +24,7 @@ def write_calls_grammar(
     """Write a Lark grammar for calls of these tools: exactly one if `single`, else one or more.
 
     tools: function -> JSON schema of its arguments, or None. Raises ValueError for a schema that
-    the grammar can't express in tags, RequestError for one that is wrong.
+    the grammar can't express in this form, RequestError for one that is wrong.
     """
     before, between, after = form.spelled
     spell = partial(_quote_literal, tokenizer=tokenizer)
@@ -38,10 +39,14 @@ def write_calls_grammar(
         parts = opening, json.dumps(name), inner, f"arguments_{number}", closing
         rules.append(f"call_{number}: {' '.join(parts)}")
         try:
-            arguments = prepare_schema(json.dumps(make_object_schema(schema)))
+            schema = make_object_schema(schema)
+            schema = prepare_schema(json.dumps(drop_formats(schema) if form.quote else schema))
         except (ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"tools: {name:.60}: {error}", "tools") from None
-        rules.append(f"arguments_{number}: %json {json.dumps(arguments)}")
+        if form.quote:
+            rules += QuotedRules(f"arguments_{number}", schema, form.quote, spell(form.quote)).lines
+        else:
+            rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     first, last = (_quote_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))
     start = f"start: {first} call{'' if single else '+'} {last}"

@@ -27,7 +27,7 @@ class JsonCallParser(CallParser):
         self._text = ""  # not parsed yet
         self._raw: list[str] = []  # parsed text; becomes content if this is not a call
         self._json: list[str] = []  # the value so far, in strict JSON
-        self._value = JsonReader(self._stops)
+        self._value = JsonReader(self._stops, form.quote)
         self._name = ""
         self._fenced = False
         self._next: Callable[[bool], list[CallPart]] = (

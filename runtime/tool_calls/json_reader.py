@@ -6,12 +6,15 @@ import re
 from typing import Any
 
 from mtpbuild.runtime.constraints.json_schema import parse_finite
+from mtpbuild.runtime.text.detokenizer import measure_marker_prefix
 
 DEEPEST = 200  # nested objects and arrays; Python's JSON parser has a limit, too
 LONGEST_NUMBER = 400  # digits
 SPACE = re.compile(r"[ \t\n\r]*")
 UNESCAPED = re.compile(r"""[^"'\\\x00-\x1f\ud800-\udfff]+""")
 BARE = re.compile(r"""[^\s,:{}\[\]"'<`]+""")
+# Words in a notation with bare keys, which may have spaces.
+BARE_KEY, BARE_VALUE = re.compile(r"[^:,{}\[\]<]+"), re.compile(r"[^,{}\[\]<]+")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 HEX, HIGH, LOW = "[0-9a-fA-F]", "[dD][89abAB][0-9a-fA-F]{2}", "[dD][c-fC-F][0-9a-fA-F]{2}"
 SURROGATE = re.compile(rf"\\u(?:{HIGH}|{LOW})")
@@ -52,11 +55,16 @@ class JsonReader:
     Values that JSON lacks (NaN, 1e400) become null.
 
     stops: texts that end the value if they occur outside strings; open brackets are closed there.
+    quote: what stands on both sides of a string in a notation with bare keys; such a string is
+    literal inside.
     """
 
-    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, stops: tuple[str, ...] = (), quote: str = "") -> None:
         self.closed = False
         self._stops = stops
+        self._literal = quote
+        self._quotes = ('"', "'", *([quote] if quote else []))
+        self._words = (BARE_VALUE, BARE_KEY) if quote else (BARE, BARE)
         self._open: list[str] = []  # the closing brackets still to come
         self._quote = ""  # of the open string
         self._place = "value"  # what comes next: key, colon, value or comma
@@ -109,7 +117,7 @@ class JsonReader:
         if any(text.startswith(stop, at) for stop in self._stops):
             return True
         rest = text[at : at + 64]
-        if not last and any(stop.startswith(rest) for stop in self._stops):
+        if not last and any(mark.startswith(rest) for mark in (*self._stops, self._literal)):
             return None
         return False
 
@@ -119,12 +127,15 @@ class JsonReader:
         space, here = match[0], match.end()
         if here == len(text):
             return None
-        match self._stop(text, here, last):
-            case None:
-                return None
-            case True:
-                return at, self._close()
         char = text[here]
+        if self._literal and text.startswith(self._literal, here):
+            char = self._literal
+        else:
+            match self._stop(text, here, last):
+                case None:
+                    return None
+                case True:
+                    return at, self._close()
         if char in "}]":
             return here + 1, self._close_bracket(char, space)
         if self._place == "colon":
@@ -132,7 +143,7 @@ class JsonReader:
             return (here + 1, f"{space}:") if char == ":" else (at, ":")
         if self._place == "comma":
             return self._read_after_value(char, at, here, space)
-        return self._read_key_or_value(text, here, space, last)
+        return self._read_key_or_value(text, char, here, space, last)
 
     def _close_bracket(self, char: str, space: str) -> str:
         """Close everything up to this bracket; drop it if it was never opened."""
@@ -150,7 +161,7 @@ class JsonReader:
         in_object = self._open[-1] == "}"
         if char == ",":
             self._comma = f"{space},"
-        elif char in "\"'" or (char in "{[" and not in_object):
+        elif char in self._quotes or (char in "{[" and not in_object):
             self._comma, here = ",", at - 1
         else:
             return here + 1, ""
@@ -158,20 +169,20 @@ class JsonReader:
         return here + 1, ""
 
     def _read_key_or_value(
-        self, text: str, here: int, space: str, last: bool
+        self, text: str, char: str, here: int, space: str, last: bool
     ) -> tuple[int, str] | None:
-        char, before = text[here], self._comma + space
+        before = self._comma + space
         key = self._place == "key"
-        if char in "\"'" and self._open:
+        if char in self._quotes and self._open:
             self._quote, self._comma = char, ""
-            return here + 1, f'{before}"'
+            return here + len(char), f'{before}"'
         if char in CLOSERS:
             if key or len(self._open) >= DEEPEST:
                 return here + 1, ""
             self._open.append(CLOSERS[char])
             self._place, self._comma = "key" if char == "{" else "value", ""
             return here + 1, before + char
-        word = BARE.match(text, here)
+        word = self._words[key].match(text, here)
         if word is None:
             if char == "," and not key and self._open and self._open[-1] == "}":
                 self._place = "comma"
@@ -180,11 +191,13 @@ class JsonReader:
         if word.end() == len(text) and not last:
             return None
         self._place, self._comma = "colon" if key else "comma", ""
-        return word.end(), before + _write_word(word[0], key=key)
+        return word.end(), before + _write_word(word[0].rstrip(), key=key)
 
     def _in_string(self, text: str, at: int, last: bool) -> tuple[int, str] | None:
         if at == len(text):
             return None
+        if self._quote == self._literal:
+            return self._in_literal(text, at)
         if plain := UNESCAPED.match(text, at):
             return plain.end(), plain[0]
         char = text[at]
@@ -200,6 +213,17 @@ class JsonReader:
         self._quote = ""
         self._place = "colon" if self._place == "key" else "comma"
         return at + 1, '"'
+
+    def _in_literal(self, text: str, at: int) -> tuple[int, str] | None:
+        if text.startswith(self._quote, at):
+            end, self._quote = at + len(self._quote), ""
+            self._place = "colon" if self._place == "key" else "comma"
+            return end, '"'
+        end = text.find(self._quote, at)
+        if end < 0:
+            end = len(text) - measure_marker_prefix(text[at:], self._quote)
+        piece = json.dumps(text[at:end], ensure_ascii=False)[1:-1]
+        return (end, piece) if piece else None
 
     def _ends_string(self, text: str, at: int, last: bool) -> bool | None:
         """Return whether a quote ends its string, by what follows; None if more text is needed."""

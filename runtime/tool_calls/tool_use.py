@@ -75,7 +75,7 @@ def read_tool_use(
         try:
             grammar = write_calls_grammar(form, wanted, tokenizer, single=single or named)
         except ValueError as error:
-            wrong = f"{CHOICE}: with arguments in tags a call can't be held to {error}"
+            wrong = f"{CHOICE}: in this model's form a call can't be held to {error}"
             raise RequestError(f'{wrong}: say "auto"', CHOICE) from None
         forced = StructuredOutputs(grammar=grammar)
     return ToolUse(form, known, single, forced)

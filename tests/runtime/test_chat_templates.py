@@ -185,10 +185,15 @@ def test_texts(pair: Pair, text: str) -> None:
 
 
 def test_any_tokens_give_transformers_text(pair: Pair) -> None:
-    """Halves of characters, special tokens and ids that stand for nothing among them."""
-    rng = random.Random(0)
+    """Halves of characters, special tokens and ids that stand for nothing among them.
+
+    SentencePiece's bytes are not: one that is wrong spoils its neighbours for transformers alone.
+    """
+    rng, vocabulary = random.Random(0), pair.theirs.get_vocab()
+    spoiling = {id for token, id in vocabulary.items() if token.startswith("<0x")}
+    known = [id for id in range(len(pair.theirs) + 3) if id not in spoiling]
     for length in (1, 2, 5, 30) * 25:
-        ids = [rng.randrange(len(pair.theirs) + 3) for _ in range(length)]
+        ids = rng.choices(known, k=length)
         assert streamed(pair.ours, ids) == decoded(pair.theirs, ids)
 
 

@@ -128,7 +128,8 @@ def test_what_a_schema_takes(number: int) -> None:
      (INT | {"minimum": BIG + 1, "maximum": BIG}, "minimum"),
      (OBJECT | {"minProperties": 2}, "minProperties above 1 is not supported where names"),
      ({"oneOf": [{}, {"properties": {"a": {}}}]}, "oneOf"), ({"if": {}, "const": 1}, '"if"'),
-     ({"contains": {}}, '"contains"'), ({"dependentRequired": {}}, '"dependentRequired"'),
+     ({"properties": {}, "required": [[]]}, "required"), ({"contains": {}}, '"contains"'),
+     ({"dependentRequired": {}}, '"dependentRequired"'),
      ({"propertyNames": {}}, '"propertyNames"'),
      ({"unevaluatedProperties": False}, '"unevaluatedProperties"')],
 )  # fmt: skip

@@ -94,14 +94,27 @@ THOUGHTS = [
     (True, "a[/think]b</think>c[think]", ("a</think>b", "c<think>")),
     (False, " [think]<think>a", ("", " <think><think>a")),
 ]
+WORD = "thought\n"  # follows the first mark in some models
+THOUGHTS_WITH_A_WORD = [
+    (False, "<think>thought\nI add.</think>132", ("I add.", "132")),
+    (False, " \n<think>thought\nthought\nI</think>", ("thought\nI", "")),
+    (False, "<think>thought\n</think>132", ("", "132")),
+    (False, "<think></think>thought\n132", ("", "thought\n132")),
+    (False, "<think>thoughts</think>132", ("thoughts", "132")),
+    (False, "<think>though</think>132", ("though", "132")),
+    (False, "<think>the sum</think>132", ("the sum", "132")),
+    (False, "<think>thou", ("thou", "")),
+    (True, "thought\nI add.</think>132", ("thought\nI add.", "132")),
+    (False, "132 <think>thought\n", ("", "132 <think>thought\n")),
+]
 MARKS = {"<think>": 2, "</think>": 3}
 
 
 class Pieces:
     """A tokenizer for one text: a token for each mark, and one for each other piece."""
 
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
+    def __init__(self, texts: list[str], word: str = "") -> None:
+        self.texts, self.word = texts, word
 
     def decode_token(self, token: int) -> bytes:
         return b"" if token in MARKS.values() else self.texts[token].encode()
@@ -109,10 +122,15 @@ class Pieces:
     def find_special_name(self, token: int) -> str:
         return self.texts[token]
 
+    def find_thought_word(self, token: int) -> str:
+        return self.word
 
-def answer_spans(open_thought: bool, pieces: list[str | int]) -> list[tuple[Span, ...]]:
+
+def answer_spans(
+    open_thought: bool, pieces: list[str | int], word: str = ""
+) -> list[tuple[Span, ...]]:
     """Return what each piece of an answer becomes: a number is a mark, a text any other token."""
-    tokenizer = Pieces(["", "", *MARKS])
+    tokenizer = Pieces(["", "", *MARKS], word)
     thought = Thought((2, 3), open_thought)
     stream = TextStream(tokenizer, (), [*MARKS.values()], thought=thought)  # type: ignore[arg-type]
     found = []
@@ -125,17 +143,22 @@ def answer_spans(open_thought: bool, pieces: list[str | int]) -> list[tuple[Span
     return [*found, stream.take(everything=True)]
 
 
-@pytest.mark.parametrize(("open_thought", "text", "wanted"), THOUGHTS)
+@pytest.mark.parametrize(
+    ("word", "open_thought", "text", "wanted"),
+    [*(("", *case) for case in THOUGHTS), *((WORD, *case) for case in THOUGHTS_WITH_A_WORD)],
+)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_thoughts(
-    open_thought: bool, text: str, wanted: tuple[str, str], data: st.DataObject
+    word: str, open_thought: bool, text: str, wanted: tuple[str, str], data: st.DataObject
 ) -> None:
     pieces: list[str | int] = []
     for part in re.split("(</?think>)", text):  # [think] is the same text of other tokens
         plain = part.replace("[think]", "<think>").replace("[/think]", "</think>")
         pieces += [MARKS[part]] if part in MARKS else cut(plain, data)
-    spans = [span for found in answer_spans(open_thought, pieces) for span in found]
+    spans = [span for found in answer_spans(open_thought, pieces, word) for span in found]
+    plain = text.replace("[think]", "<think>").replace("[/think]", "</think>")
+    assert "".join(span.text for span in spans) == plain
     thought, content = (
         "".join(span.text for span in spans if span.kind == kind)
         for kind in ("reasoning", "content")
@@ -148,3 +171,10 @@ def test_a_piece_is_there_as_soon_as_its_token() -> None:
     assert first == (Span("it is 5.", True, "reasoning"),)
     assert mark == (Span("</think>", True, "end"),)
     assert second == (Span("The ans", True),)
+
+
+def test_a_thoughts_word_waits_until_it_is_whole() -> None:
+    spans = answer_spans(False, [2, "thou", "ght\nit", " is"], WORD)
+    mark, first, rest = (Span(text, True, "begin") for text in ("<think>", "thou", "ght\n"))
+    thought, more = (Span(text, True, "reasoning") for text in ("it", " is"))
+    assert spans == [(mark,), (), (first, rest, thought), (more,), ()]

@@ -22,6 +22,7 @@ from tests.support.split_pieces import cut, fed, joined
 # Chat templates that write calls, as published ones do: a file for each form, or another model's.
 WRITTEN = TEMPLATES.with_name("call_templates")
 LIKE = {"deepseek_v3": "deepseek", "glm45": "glm", "hermes": "qwen", "qwen3_coder": "qwen3_5"}
+LIKE |= {"gemma4": "gemma4"}
 UNKNOWN = [*sorted((WRITTEN / "unknown").iterdir()), TEMPLATES / "gigachat_like.jinja"]
 ASKED = "what is asked"
 MARKS = sorted(
@@ -108,7 +109,9 @@ def arguments_of(data: st.DataObject) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def ends_inside(form: str, value: Any) -> bool:
-    """Tell whether a value in tags holds what ends it, so that no reader can know better."""
+    """Tell whether a value not in JSON holds what ends it, so that no reader can know better."""
+    if (quote := FORMS[form].quote) and json.dumps(quote)[1:-1] in json.dumps(value):
+        return True
     tags, text = FORMS[form].tags, value if isinstance(value, str) else json.dumps(value)
     if tags is None:
         return False

@@ -169,6 +169,34 @@ def deepseek() -> Files:
     return folder_of(backend, config)
 
 
+def gemma4() -> Files:
+    """Write one of SentencePiece's kind; template and post-processor both write the BOS."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trainer = BpeTrainer(vocab_size=300, show_progress=False)
+    trained.train_from_iterator(TEXTS, trainer)
+    model = json.loads(trained.to_str())["model"]
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {token: id for id, token in enumerate([*first, *model["vocab"]])}
+    merges = [tuple(pair) for pair in model["merges"]]
+    bpe = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(bpe)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    pairs = [("<|turn>", "<turn|>"), ("<|channel>", "<channel|>"), ("<|tool>", "<tool|>")]
+    pairs += [(f"<|tool_{part}>", f"<tool_{part}|>") for part in ("call", "response")]
+    marks = [mark for pair in pairs for mark in pair]
+    backend.add_tokens(special("<pad>", "<eos>", "<bos>", "<unk>", *marks, "<|think|>", '<|"|>'))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)]
+    )
+    names = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
+    config = names | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return folder_of(backend, config) | {"chat_template.jinja": template("gemma4")}
+
+
 def flags() -> dict[str, bool]:
     return {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
 
@@ -189,4 +217,5 @@ def write_files(folder: Path, files: Files) -> Path:
 
 FAMILIES: dict[str, Callable[[], Files]] = {
     "glm": glm, "gigachat": gigachat, "qwen": qwen, "qwen3.5": qwen3_5, "deepseek": deepseek,
+    "gemma4": gemma4,
 }  # fmt: skip
