@@ -298,7 +298,7 @@ class Checkpoint:
         """Check the dtypes and shapes of all parts of a weight; return their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
-            if not (whole := self.tensors[name]).floats:
+            if not (whole := self.tensors[name]).floats and not stored.has_ids:
                 raise self._make_error(name, f"is {whole.dtype}; supported: {SUPPORTED}")
             self._check_shape(name, stored.shape, "config.json")
             return {name}

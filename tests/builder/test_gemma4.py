@@ -57,7 +57,7 @@ def test_the_plain_model_is_transformers(shape: str, tmp_path: Path) -> None:
         name: checkpoint.read(name) for name in plain.state_dict() if name != "lm_head.weight"
     }
     plain.load_state_dict(stored, strict=False)
-    tokens = torch.randint(3, 61, (2, 30))
+    tokens = torch.randint(3, 60, (2, 30))
     with torch.no_grad():
         wanted = trunk(tokens).logits
         torch.testing.assert_close(plain.logits(plain.main(tokens)), wanted, atol=1e-4, rtol=1e-4)
@@ -90,7 +90,7 @@ def check_drafts(model: CausalLM, trunk: Trunk, head: Head, steps: int = 9) -> N
     plan, rng = Plan(model.config, NEXTN, "mtp-assistant", 1, 200, CHUNK), np.random.default_rng(0)
     for length in (2, 4, 19):
         programs = EagerPrograms(plan, model)
-        tokens = rng.integers(3, 61, length).tolist()
+        tokens = rng.integers(3, 60, length).tolist()
         for start in range(0, length - 1, CHUNK):
             programs.prefill(0, start, np.array(tokens[start : min(start + CHUNK, length - 1)]))
         programs.begin(0, length - 1, tokens[-1])
@@ -100,7 +100,7 @@ def check_drafts(model: CausalLM, trunk: Trunk, head: Head, steps: int = 9) -> N
             window = programs.state["window"][0]
             window[1:] = truth[:NEXTN]
             if right < NEXTN:
-                window[1 + right] = (window[1 + right] + 1) % 61
+                window[1 + right] = (window[1 + right] + 1) % 60
             programs.state["num_drafts"][0] = NEXTN if step else 0
             out = programs.step(np.array([True]), plan.capacity)
             n = right + 1
@@ -174,7 +174,7 @@ def test_engines_continue_as_transformers(shape: str, tmp_path: Path) -> None:
         with Engine.load(built.folder) as engine:
             for length in (1, 3, 5, 6, 40, 300):
                 rng = np.random.default_rng(length)
-                prompt = rng.integers(3, 61, length).tolist()
+                prompt = rng.integers(3, 60, length).tolist()
                 result = engine.generate(prompt, params)
                 wanted = continue_greedily(trunk, prompt, 40)
                 assert [*result.token_ids] == wanted
@@ -211,22 +211,22 @@ def test_prompts_branch_behind_windows(windowed: Path) -> None:
     rng, params = np.random.default_rng(5), SamplingParams(max_tokens=70, ignore_eos=True)
     few = replace(params, max_tokens=12)
     with Engine.load(windowed, prefix_cache=False) as cold, Engine.load(windowed) as warm:
-        prompt = rng.integers(3, 61, 330).tolist()
+        prompt = rng.integers(3, 60, 330).tolist()
         known = [*prompt, *warm.generate(prompt, params).token_ids]
         for _ in range(100):
             cut = int(rng.integers(1, len(known)))
-            branch = known[:cut] + rng.integers(3, 61, 4).tolist()
+            branch = known[:cut] + rng.integers(3, 60, 4).tolist()
             result = warm.generate(branch, few)
             assert result.metrics.cached_tokens >= cut // 64 * 64
             assert result.token_ids == cold.generate(branch, few).token_ids
         # Beside another request, in a slot that moves.
-        prompts = [known[:300], rng.integers(3, 61, 290).tolist(), known[:100]]
+        prompts = [known[:300], rng.integers(3, 60, 290).tolist(), known[:100]]
         for result, alone in zip(warm.generate(prompts, params), prompts, strict=True):
             assert result.token_ids == cold.generate(alone, params).token_ids
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"vocab_size": 60}, "its trunk has vocab_size 60, the model 61: this head is another model's"),
+    ({"vocab_size": 62}, "its trunk has vocab_size 62, the model 60: this head is another model's"),
     ({"head_dim": 8}, "its trunk has head_dim 8, the model 6"),
     ({"sliding_window": 6}, "its trunk has sliding_window 6, the model 5"),
 ]

@@ -51,7 +51,7 @@ def save(folder: Path, name: str) -> Path:
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 61, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
+    prompts = [rng.integers(2, 60, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
     params = [
         SamplingParams(
             max_tokens=30 + i, ignore_eos=True, temperature=0.9 * (i % 2), seed=i, logprobs=1

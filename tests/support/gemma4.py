@@ -16,7 +16,7 @@ from transformers.generation.candidate_generator import (
 )
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
+    "vocab_size": 60, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 16, "sliding_window": 5,
     "max_position_embeddings": 512, "hidden_size_per_layer_input": 0, "num_hidden_layers": 5,
     "layer_types": [
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24,
     },
     "small": {
-        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 60,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False,
     },
 }  # fmt: skip
@@ -53,12 +53,24 @@ def make_trunk(shape: str, seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
 def make_assistant(
     shape: str, seed: int = 1, backbone: int = SIZES["hidden_size"], **changes: Any
 ) -> Gemma4AssistantForCausalLM:
-    """Make a head for a trunk of this shape, whose hidden size is `backbone`."""
+    """Make a head for a trunk of this shape, whose hidden size is `backbone`.
+
+    That of a small trunk has groups of tokens.
+    """
     torch.manual_seed(seed)
     sizes = SIZES | {"attention_k_eq_v": SHAPES[shape].get("attention_k_eq_v", True)} | HEAD
     text = Gemma4TextConfig(**sizes | changes)
-    config = Gemma4AssistantConfig(text_config=text.to_dict(), backbone_hidden_size=backbone)
-    return spread(Gemma4AssistantForCausalLM(config))
+    config = Gemma4AssistantConfig(
+        text_config=text.to_dict(),
+        backbone_hidden_size=backbone,
+        use_ordered_embeddings=shape == "small",
+        num_centroids=12,
+        centroid_intermediate_top_k=4,
+    )
+    head = spread(Gemma4AssistantForCausalLM(config))
+    if head.masked_embedding is not None:
+        head.masked_embedding.token_ordering.copy_(torch.randperm(sizes["vocab_size"]))
+    return head
 
 
 @torch.no_grad()

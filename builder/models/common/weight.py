@@ -37,6 +37,7 @@ MIN_PER_HEAD_ELEMENTS = 1 << 18
 # Exponents of a delta rule: their rounding error adds up over tokens.
 EXPONENTS = (".decay_rate", ".decay_bias")
 DRAFT_HEAD = "draft_head"
+IDS = ".token_ordering"  # of tokens
 ROUTERS = (".gate.", ".weights_proj")  # parts of names
 
 
@@ -53,7 +54,7 @@ def in_turn(*w: Tensor) -> Tensor:
 def stays_fp32(name: str, for_gpu: bool) -> bool:
     """Return whether a weight is fp32 in engines of any dtype; so is a head, on CPUs alone."""
     head = name.endswith(("lm_head", "draft_head")) and not for_gpu
-    return head or any(part in name for part in ROUTERS) or name.endswith(EXPONENTS)
+    return head or any(part in name for part in ROUTERS) or name.endswith((*EXPONENTS, IDS))
 
 
 class Layout(Enum):
@@ -73,6 +74,7 @@ class StoredTensor:
     axis: int | None = None  # axis that ranks split; None: each rank holds the whole weight
     routed: bool = False  # a routed expert's weight, of which only some ranks hold a part
     sections: tuple[int, ...] = ()  # sizes along the axis; ranks split each section
+    has_ids: bool = False  # whole numbers, which the engine holds in fp32
 
 
 @dataclass(frozen=True)

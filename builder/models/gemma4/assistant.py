@@ -4,6 +4,7 @@ Shapes: B slots, E the trunk's hidden size, h the head's.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import RMSNorm
-from mtpbuild.builder.models.common.precision import parameter
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.weight import StoredTensor, Weight, product, vector
 from mtpbuild.builder.models.gemma4.assistant_config import AssistantConfig
 from mtpbuild.builder.models.gemma4.model import GemmaLayer, WindowPositions
@@ -19,6 +20,27 @@ from mtpbuild.builder.models.gemma4.weights import list_layer_weights
 
 TO = "mtp.0"
 TIED = "lm_head.weight"  # the embedding, if a checkpoint has both
+
+
+class TokenGroups(nn.Module):
+    """Groups of tokens round centroids; only those of the nearest centroids can be drafted."""
+
+    def __init__(self, c: AssistantConfig) -> None:
+        super().__init__()
+        self.count, self.nearest = c.num_centroids, c.centroid_intermediate_top_k
+        self.centroids = parameter(c.hidden_size, c.num_centroids)
+        self.token_ordering = parameter(c.vocab_size)  # ids, group by group
+
+    def logits(self, x: Tensor, head: Any) -> Tensor:
+        """Return logits [B, 1, V] of x [B, 1, h]; other tokens have less than the least."""
+        chosen = (x @ self.centroids).topk(self.nearest, dim=-1).indices
+        groups = self.token_ordering.long().view(self.count, -1)
+        ids = groups[chosen].flatten(-2)
+        rows = head.look_up(ids) if hasattr(head, "look_up") else head.mT[ids]
+        near = (cast(rows, torch.float32) * cast(x, torch.float32)[:, :, None]).sum(-1)
+        least = near.amin(-1, keepdim=True) - 1.0
+        every = least.expand(*least.shape[:-1], self.token_ordering.shape[0])
+        return every.scatter(-1, ids, near)
 
 
 class AssistantHead(nn.Module):
@@ -31,6 +53,7 @@ class AssistantHead(nn.Module):
         self.layers = nn.ModuleList(GemmaLayer(c, i) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(h, c.rms_norm_eps)
         self.lm_head = parameter(h, c.vocab_size)
+        self.groups = TokenGroups(c) if c.use_ordered_embeddings else None
 
     def forward(
         self, embedding: Tensor, hidden: Tensor, rows: WindowPositions, last: Tensor
@@ -76,3 +99,9 @@ def list_assistant_weights(c: AssistantConfig) -> Iterator[Weight]:
     yield product(f"{TO}.post_projection", StoredTensor(f"{HEAD}.post_projection.weight", (E, h)))
     head = StoredTensor(f"{HEAD}.embed_tokens.weight", (c.vocab_size, h))
     yield product(f"{TO}.lm_head", head)
+    if c.use_ordered_embeddings:
+        at = f"{HEAD}.masked_embedding"
+        centroids = StoredTensor(f"{at}.centroids.weight", (c.num_centroids, h))
+        yield product(f"{TO}.groups.centroids", centroids)
+        ids = StoredTensor(f"{at}.token_ordering", (c.vocab_size,), has_ids=True)
+        yield Weight(f"{TO}.groups.token_ordering", (ids,))

@@ -10,7 +10,6 @@ from mtpbuild.runtime.contract.drafters import ASSISTANT
 from mtpbuild.runtime.errors import CheckpointError
 
 TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-ORDERED = "use_ordered_embeddings"
 ABSENT = ("enable_moe_block", "hidden_size_per_layer_input", "use_double_wide_mlp")
 
 
@@ -25,7 +24,7 @@ class AssistantConfig(Gemma4Config, HeadConfig):
     usual: ClassVar[dict[str, Any]] = Gemma4Config.usual | {"hidden_size_per_layer_input": 0}
 
     backbone_hidden_size: int = integer()
-    use_ordered_embeddings: bool = flag(False)
+    use_ordered_embeddings: bool = flag(False)  # the head's tokens are grouped round centroids
     num_centroids: int = integer(1, 2048)
     centroid_intermediate_top_k: int = integer(1, 32)
 
@@ -42,8 +41,12 @@ class AssistantConfig(Gemma4Config, HeadConfig):
         all_shared = {"num_kv_shared_layers": text.get("num_hidden_layers")}
         config = cls.read(Reader(own | cls.spell(text) | all_shared, cls.usual))
         config.check_trunk(trunk)
-        if config.use_ordered_embeddings:
-            raise CheckpointError(f"{ORDERED} is not supported yet")
+        centroids, chosen = config.num_centroids, config.centroid_intermediate_top_k
+        if config.use_ordered_embeddings and (config.vocab_size % centroids or chosen > centroids):
+            raise CheckpointError(
+                f"num_centroids {centroids} must divide vocab_size {config.vocab_size}, and be at "
+                f"least centroid_intermediate_top_k {chosen}"
+            )
         return config
 
     def check_trunk(self, trunk: Gemma4Config) -> None:

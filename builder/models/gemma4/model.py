@@ -7,6 +7,7 @@ values of a layer's own input.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -310,6 +311,12 @@ class Gemma4(CausalLM):
     ) -> tuple[Tensor, Tensor]:
         x, next_hidden = self.mtp[0](embedding, hidden, *rows)
         return x, next_hidden
+
+    def draft_logits(self, j: int, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
+        head: Any = self.mtp[j]
+        if head.groups is None:
+            return super().draft_logits(j, hidden, gather)
+        return cast(head.groups.logits(hidden, head.lm_head), torch.float32)
 
     def count_bound_rows(self, state: State) -> int:
         return state[name_layer_rows(self.config.full_layers.index(True))].shape[2]
