@@ -132,7 +132,7 @@ def read_source(
     names = {"name": model.name, "engine": model.engine}
     if layers is not None:
         if config.head:
-            raise UsageError(f"--layers {layers}: {config.head.title} reads the whole model")
+            raise UsageError(f"--layers {layers}: {config.head.title} reads layers of the whole model")
         config = layers.of(config)
         names = {field: f"{name}-layers{layers}" for field, name in names.items()}
     ids = read_generation_ids(folder, config)

@@ -48,7 +48,7 @@ class Integers(Format):
         self.bits = bits
         self.zero = 1 << bits - 1
         self.offsets = offsets
-        self.looks_up = bits == 8 and offsets is None
+        self.looks_up = offsets is None
         self.joined_bytes = BLOCK * bits // 8  # of a block's values when weights are joined
 
     def hold(self, name: str, values: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Parts:

@@ -170,7 +170,7 @@ def _choose_kept_formats(
 def _join_formats(weight: Weight, kept: tuple[Format | None, ...]) -> Format | None:
     """Return the format of a weight by those of its tensors; None if it has to be floats."""
     if weight.looked_up and isinstance(kept[0], Integers):
-        return INT8  # whose rows programs can look up
+        return kept[0] if kept[0].looks_up else INT8
     if len(set(kept)) == 1:
         return kept[0]
     integers = tuple(format for format in kept if isinstance(format, Integers))

@@ -369,13 +369,15 @@ def embedding() -> dict[str, NDArray[Any]]:
     }
 
 
-def test_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [32, 16])
+def test_embedding(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given: Operands = embedding()
+    given["values"] = np.ascontiguousarray(given["values"][..., :width])
     [got] = same_everywhere(monkeypatch, "Embedding", given, FLOAT)
     np.testing.assert_array_equal(got, embedding_nbits(*tensors(given)).numpy())
 
 
-@pytest.mark.parametrize("kind", [FLOATS, "int8"])
+@pytest.mark.parametrize("kind", [*KINDS, *OFFSET_KINDS])
 def test_rows_of_a_packed_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what the reference unpacks; also of a last panel that isn't full."""
     given = {name: operands(kind, (1,))[name] for name in ("values", "scales")}
@@ -388,8 +390,9 @@ def test_rows_of_a_packed_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_rows_of_another_packed_weight() -> None:
     given = {name: operands("int4", (1,))[name] for name in ("values", "scales")}
+    given["values"] = np.concatenate([given["values"], given["values"][:1]])  # the last is int8
     tokens = {"tokens": np.array([0])}
-    check_refused("rows of a weight that is not", "Embedding", tokens | given, FLOAT, N=N)
+    check_refused("rows of a weight in two formats", "Embedding", tokens | given, FLOAT, N=N)
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,12 @@ class PackedBlocks(PackedWeight):
 
 
 class EmbeddingBlocks(nn.Module):
-    """An int8 embedding [V, E] in blocks of 32; a lookup dequantises the rows."""
+    """An embedding [V, E] of integers in blocks of 32; a lookup dequantises the rows."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int, bits: int) -> None:
         super().__init__()
-        self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
+        size = BLOCK * bits // 8
+        self.values = parameter(vocabulary, width // BLOCK, size, dtype=torch.uint8)
         self.scales = parameter(vocabulary, width // BLOCK, dtype=torch.float16)
 
     def look_up(self, tokens: Tensor) -> Tensor:
@@ -158,7 +159,8 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
         return kind((*stack, inputs, outputs), format)
     assert format is not None
     if weight.looked_up:  # its rows are tokens
-        return EmbeddingBlocks(inputs, outputs)
+        assert isinstance(format, Integers)
+        return EmbeddingBlocks(inputs, outputs, format.bits)
     return ScaledWeight(
         shape, weight.scale_group(share), format.shape_second_scales(shape, weight.concat_axis)
     )

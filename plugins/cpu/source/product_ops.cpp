@@ -79,8 +79,8 @@ struct GatedProduct : FloatOperator {
   }
 };
 
-// Rows of an embedding: tokens [..] and a table [V, K], or int8 [V, K / 32, 32] with scales
-// [V, K / 32] -> [.., K]; or a packed weight of N = V outputs, in fp32 or in int8 without offsets.
+// Rows of an embedding: tokens [..] and a table [V, K], or integers [V, K / 32, 32 or 16] with
+// scales [V, K / 32] -> [.., K]; or a packed weight of N = V outputs.
 struct Embedding : FloatOperator {
   static constexpr const char* name = "Embedding";
   static constexpr Operand inputs[] = {INT64, ANY, maybe(FLOAT16)};
@@ -99,15 +99,19 @@ struct Embedding : FloatOperator {
     }
     bool floats = table.type == FLOAT;
     bool fits = floats ? table.rank() == 2 && !scales.memory
-                       : table.type == UINT8 && table.rank() == 3 && table.last() == BLOCK &&
+                       : table.type == UINT8 && table.rank() == 3 &&
+                             (table.last() == BLOCK || table.last() == BLOCK / 2) &&
                              scales.is({table.shape[0], table.shape[1]});
     REQUIRE(fits, name, "values " + table.text() + " and scales " + scales.text());
-    int64_t width = table.count(1, table.rank());
+    int64_t width = floats ? table.last() : product(table.shape[1], BLOCK);
+    bool nibbles = table.last() < BLOCK;
     look_up(call, table.shape[0], width, [&](int64_t id, float* y) {
       if (floats) std::copy_n(table.data<float>() + id * width, width, y);
-      for (int64_t i = 0; !floats && i < width; i++) {
-        float scale = mtp::half(scales.data<uint16_t>()[(id * width + i) / BLOCK]);
-        y[i] = static_cast<float>(table.data<uint8_t>()[id * width + i] - 128) * scale;
+      for (int64_t i = id * width; !floats && i < (id + 1) * width; i++) {
+        int value =
+            nibbles ? table.data<uint8_t>()[i / 2] >> (i % 2 * 4) & 15 : table.data<uint8_t>()[i];
+        float scale = mtp::half(scales.data<uint16_t>()[i / BLOCK]);
+        *y++ = static_cast<float>(value - (nibbles ? 8 : 128)) * scale;
       }
     });
   }

@@ -142,12 +142,22 @@ struct IntegerWeight : Matrices {
   }
   // The same as FloatWeight's. A line of 64 bytes has four inputs of 16 outputs.
   void read(const char* op, int64_t output, float* y) const {
-    REQUIRE(bits == 8 && wide == PANEL, op, "rows of a weight that is not plain int8");
+    REQUIRE(bits == 8 || fours == panels, op, "rows of a weight in two formats");
     int64_t lane = output % PANEL, panel = output / PANEL * blocks;
     for (int64_t i = 0; i < inputs; i++) {
-      int64_t block = panel + i / BLOCK, line = i % BLOCK / 4 * 2 + lane / 16;
-      uint8_t value = values[block * BLOCK * PANEL + line * 64 + lane % 16 * 4 + i % 4];
-      y[i] = static_cast<float>(value - 128) * mtp::half(scales[block * PANEL + lane]);
+      int64_t block = panel + i / BLOCK, four = i % BLOCK / 4 * bits / 8;
+      int64_t place = (four * 2 + lane / 16) * 64 + lane % 16 * 4 + i % 4;
+      int value = values[block * 128 * bits + place];
+      if (bits == 4) value = i % 8 < 4 ? value & 15 : value >> 4;
+      const uint16_t* own = scales + block * wide;
+      float scale = mtp::half(own[lane]);
+      if (wide == mtp::SHIFTED) {
+        y[i] = static_cast<float>(value) * scale + mtp::half(own[PANEL + lane]);
+        continue;
+      }
+      value -= bits == 8 ? 128 : 8;
+      if (wide == mtp::ZEROED) value -= reinterpret_cast<const int8_t*>(own + PANEL)[lane];
+      y[i] = static_cast<float>(value) * scale;
     }
   }
 };
