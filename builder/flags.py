@@ -64,7 +64,7 @@ class BuildFlags:
     checkpoint: Path | None = model_flag(None, "Folder with the recipe's or repository's weights.")
     revision: str | None = model_flag(None, "Branch, tag or commit. Default: main.")
     mtp: Path | None = model_flag(
-        None, "File or folder with the MTP head, if the checkpoint has none or a worse one."
+        None, "File, folder or repository with the MTP head, if the checkpoint has none or a worse."
     )
     chat_template: Path | None = model_flag(
         None, "Jinja file that the engine has in place of the checkpoint's chat template."

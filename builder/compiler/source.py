@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.checkpoint import readable
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.generation import GenerationIds, read_generation_ids
-from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
+from mtpbuild.builder.checkpoint.hub_cache import (
+    MAIN,
+    cache_folder,
+    find_cached_snapshot,
+    write_ref,
+)
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file, side_files
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
@@ -23,6 +28,7 @@ from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import Room
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import (
+    REPOSITORY,
     FoundModel,
     Model,
     find_model,
@@ -43,6 +49,7 @@ from mtpbuild.runtime.errors import (
     CheckpointError,
     DownloadError,
     EngineFileError,
+    MissingWeightsError,
     UsageError,
     explain_missing_package,
 )
@@ -115,11 +122,38 @@ def find_source(request: BuildRequest, *, may_fetch: bool = False) -> ModelSourc
     may_fetch: whether the hub is asked for what is not here; only small files are fetched. Raises
     UsageError, CheckpointError, MissingWeightsError or DownloadError.
     """
+    request = replace(request, mtp=find_head_place(request, may_fetch=may_fetch))
     if may_fetch and (remote := find_remote_model(request)) is not None:
         with call_folder(remote[0].folder, remote[1].repository.name):
             return read_source(request, *remote)
     model = find_model(request.model, request.checkpoint, request.revision)
     return read_source(request, replace(model, mtp=request.mtp))
+
+
+def find_head_place(request: BuildRequest, *, may_fetch: bool) -> Path | None:
+    """Return the file or folder of the head that --mtp or a recipe names; None: there is none.
+
+    may_fetch: whether a repository's files are fetched if they are not here.
+    """
+    place, recipe = request.mtp, name_model(request.model).recipe
+    if place is not None and (place.exists() or REPOSITORY.fullmatch(str(place)) is None):
+        return place
+    name = str(place) if place else recipe.head if recipe and request.nextn != (0,) else None
+    if name is None or (here := find_cached_snapshot(name)) is not None:
+        return None if name is None else here
+    model = Model(name, name, repository=name)
+    if not may_fetch or (repository := ask_hub(model)) is None:
+        raise MissingWeightsError(
+            f"{request.model} drafts by {name}, which is not downloaded here: `hf download {name}` "
+            "fetches it, --mtp names a folder that has it, and --nextn 0 builds without"
+        )
+    for file in repository.files:
+        if file in SMALL:
+            repository.fetch(file)
+    for file in list_weight_files(repository):
+        repository.fetch_weights(file)
+    write_ref(name, MAIN, repository.commit)
+    return repository.folder
 
 
 def read_source(
@@ -132,7 +166,9 @@ def read_source(
     names = {"name": model.name, "engine": model.engine}
     if layers is not None:
         if config.head:
-            raise UsageError(f"--layers {layers}: {config.head.title} reads layers of the whole model")
+            raise UsageError(
+                f"--layers {layers}: {config.head.title} reads layers of the whole model"
+            )
         config = layers.of(config)
         names = {field: f"{name}-layers{layers}" for field, name in names.items()}
     ids = read_generation_ids(folder, config)
@@ -280,15 +316,15 @@ def list_weight_files(repository: "Repository") -> list[str]:
 def open_headers(source: ModelSource, remote: RemoteWeights, request: BuildRequest) -> Checkpoint:
     """List a repository's tensors by the headers of its files, which alone are fetched."""
     if remote.gguf:
-        return open_slice(source.folder, request.layers, request.mtp)
+        return open_slice(source.folder, request.layers, source.mtp)
     where = Path(remote.repository.name)
     with ThreadPoolExecutor(MAX_REQUESTS) as threads:
         headers = threads.map(remote.repository.read_header, remote.names)
         places = [where / name for name in remote.names]
         shards = [*map(describe_tensors, places, headers)]
     opened = collect_tensors(source.folder, shards)
-    if request.mtp is not None:
-        opened = join_head(opened, request.mtp, load_config(source.folder))
+    if source.mtp is not None:
+        opened = join_head(opened, source.mtp, load_config(source.folder))
     return replace(cut_tensors(opened, request.layers), folder=where)
 
 

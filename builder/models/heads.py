@@ -1,8 +1,8 @@
 """The kinds of heads that are published apart from their trunk, and draft in its steps."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.common.weight import Weight
 
 FOLDER = __name__.rpartition(".")[0]
+Trunk = TypeVar("Trunk", bound=ModelConfig)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,17 @@ def find_head(raw: Mapping[str, Any]) -> Head | None:
 
 def find_head_of(config: HeadConfig) -> Head:
     return next(head for head in HEADS if isinstance(config, head.config))
+
+
+def join_config(trunk: Trunk, raw: Mapping[str, Any], tensors: Set[str] = frozenset()) -> Trunk:
+    """Return a trunk's configuration with the head that a config.json describes.
+
+    tensors: the names of the head's, without a prefix. Raises CheckpointError.
+    """
+    head = find_head(raw)
+    assert head is not None
+    values = head.read(raw, trunk, {*tensors})
+    return replace(trunk, num_nextn_predict_layers=1, head=values)
 
 
 def list_head_weights(config: ModelConfig, trunk: "list[Weight]") -> "list[Weight]":

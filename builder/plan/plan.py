@@ -98,14 +98,10 @@ class Plan:
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
 
     def count_rows(self, window: int) -> int:
-        """Return the cache rows per slot of a layer that sees so many; 0: all.
-
-        Of a window there are as many more as may be written before the oldest is read: a chunk, or
-        the steps in flight, and blocks of the prefix cache that are saved after that.
-        """
-        needed = max(window + 1, 2 * BLOCK) + max(self.prefill_chunk, BLOCK) + 2 * self.window
-        rows = min(needed, self.capacity) if window else self.capacity
-        return -(-rows // BLOCK) * BLOCK if window else rows
+        """Return the cache rows per slot of a layer that sees so many; 0: all."""
+        if not window:
+            return self.capacity
+        return count_ring_rows(window, self.prefill_chunk, self.window, self.capacity)
 
     @property
     def constrained(self) -> bool:
@@ -125,6 +121,16 @@ class Plan:
     def lookahead(self) -> int:
         """The number of tokens after a chunk that the drafter reads: module k reads t_{p+k}."""
         return 0 if self.drafter is None else find_drafter(self.drafter).lookahead(self.nextn)
+
+
+def count_ring_rows(window: int, chunk: int, step: int, capacity: int) -> int:
+    """Return the rows of a ring for a layer that sees `window` of a request's `capacity` rows.
+
+    There are as many more as may be written before the oldest is read: a chunk, or the steps in
+    flight, and blocks of the prefix cache that are saved after that.
+    """
+    needed = max(window + 1, 2 * BLOCK) + max(chunk, BLOCK) + 2 * step
+    return -(-min(needed, capacity) // BLOCK) * BLOCK
 
 
 def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:

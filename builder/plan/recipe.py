@@ -25,6 +25,7 @@ from mtpbuild.runtime import errors
 from mtpbuild.runtime.checks import did_you_mean
 
 CHECKPOINTS = Path("checkpoints")  # in the current folder
+HEAD_CONFIG = "head.json"  # the head's config.json, in a recipe's folder
 PROMPT_SETS = ("code", "reasoning")  # data sets of prompts
 DEFAULT_TARGET = "onnxruntime"  # for models whose recipe names no target
 NEAREST = 5  # recipes that a message about an unknown name lists
@@ -47,6 +48,7 @@ class Recipe(BaseModel):
     target: str = DEFAULT_TARGET  # unless --target names another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # on Hugging Face
+    head: str | None = None  # a repository there, whose head drafts for this model
     download: int | None = None  # GB that a build reads of it
     copies: bool = False  # its MTP layers repeat embedding and head
     made_from: str | None = None  # the recipe of the model that `mtpbuild quantize` reads

@@ -17,11 +17,13 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_fp32
-from mtpbuild.builder.plan.recipe import find_model, find_recipe
+from mtpbuild.builder.models.heads import join_config
+from mtpbuild.builder.plan.recipe import HEAD_CONFIG, Recipe, find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
+from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 ROUTED = re.compile(r"\.experts\.\d+\.")  # a routed expert in a weight's name
@@ -75,11 +77,19 @@ class CheckpointLayout:
         return {"": Entry(self.plain(stored), stored.shape)}
 
 
+def load_recipe_config(recipe: Recipe) -> ModelConfig:
+    """Read the configuration of a recipe, with that of its head if it has one."""
+    config = load_config(recipe.config_folder)
+    if recipe.head is None:
+        return config
+    return join_config(config, read_json(recipe.config_folder / HEAD_CONFIG))
+
+
 def find_layout(model: str, checkpoint: Path | None) -> CheckpointLayout:
     """Find a model's layout: in a recipe, which needs no weights, or in a folder's headers."""
     recipe = find_recipe(model)
     if recipe is not None and checkpoint is None:
-        config, scheme = load_config(recipe.config_folder), SCHEMES[recipe.layout]
+        config, scheme = load_recipe_config(recipe), SCHEMES[recipe.layout]
         return CheckpointLayout(
             recipe.name,
             config,
@@ -222,11 +232,15 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     """Find a tensor's class, and whether it belongs to an MTP module."""
     family = find_family_of(config)
     place = family.place(config, name)
+    if name in family.tables:
+        return "embedding", False
     if place is None:
         tied = config.tie_word_embeddings
         heads = {HEAD: "head", EMBEDDING: TIED if tied else "embedding"}
         return heads.get(name, "router, norms"), False
     layer, rest = place
+    if config.head and rest.removesuffix(".weight") in config.head.heads:
+        return "head", True
     return family.find_kind(rest), layer >= config.num_hidden_layers
 
 

@@ -25,7 +25,7 @@ from mtpbuild.builder.models.eagle3.gguf import (
     read_head_values,
     read_ids,
 )
-from mtpbuild.builder.models.heads import Head, find_head
+from mtpbuild.builder.models.heads import Head, find_head, join_config
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -144,18 +144,17 @@ def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelCon
     """Return the configuration of a trunk in `folder` with the modules or the head in `place`."""
     head = open_head(place, config)
     raw = read_head_file(place)
-    if (kind := find_head(raw)) is None:
+    if find_head(raw) is None:
         modules = count_stored_modules(find_family_of(config), config, head.tensors)
         return load_config(folder, modules)
     names = {name.removeprefix(f"{HEAD_PREFIX}.") for name in head.tensors}
     try:
-        values = kind.read(raw, config, names)
+        joined = join_config(config, raw, names)
     except CheckpointError as error:
         raise CheckpointError(f"--mtp {place}: {error}") from None
-    ids: tuple[int, ...] = ()
-    if isinstance(values, Eagle3Config) and values.draft_vocab_size:
-        ids = read_drafted_ids(place, values)
-    return replace(config, num_nextn_predict_layers=1, head=values, draft_ids=ids)
+    if isinstance(joined.head, Eagle3Config) and joined.head.draft_vocab_size:
+        return replace(joined, draft_ids=read_drafted_ids(place, joined.head))
+    return joined
 
 
 def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:

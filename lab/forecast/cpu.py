@@ -185,7 +185,9 @@ def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) ->
     Recurrent states count twice: a step reads one copy and writes the other.
     """
     row = model.cache_bytes(nextn, request.cache_dtype)
-    return request.max_batch * ((request.max_seq_len + nextn + 1) * row + 2 * model.state_bytes)
+    capacity = request.max_seq_len + nextn + 1
+    rings = model.ring_bytes(nextn, request.cache_dtype, request.prefill_chunk, capacity)
+    return request.max_batch * (capacity * row + rings + 2 * model.state_bytes)
 
 
 def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:

@@ -12,17 +12,35 @@ from math import prod
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.costs import Costs
+from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.builder.plan.plan import (
     DrafterName,
     choose_drafter,
     count_int8_width,
     count_modules_in_use,
+    count_ring_rows,
 )
 from mtpbuild.builder.plan.weight_classes import WeightClass
 from mtpbuild.lab.forecast.machines import GpuSpec
+from mtpbuild.runtime.contract.drafters import ASSISTANT, VANILLA
 from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scales besides
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """The cache rows of a layer: width, sizes of their parts, how many it sees (0: all)."""
+
+    width: int
+    sections: tuple[int, ...]
+    window: int
+
+    def count_bytes(self, cache: str) -> int:
+        """Count the bytes of a row in a cache of this type."""
+        if cache == "int8":
+            return count_int8_width(self.width, self.sections)
+        return self.width * CACHE_BYTES[cache]
 
 
 @dataclass(frozen=True)
@@ -59,10 +77,12 @@ class CostModel:
         return find_family_of(self.config).costs(self.config, self.ranks)
 
     @property
-    def widths(self) -> list[int]:
-        """The cache's width C of each layer, then of each MTP module."""
-        rows = find_family_of(self.config).list_rows(self.config, self.ranks)
-        return [width for width, _ in rows]
+    def rows(self) -> list[LayerRows]:
+        """The cache rows of each layer, then of each MTP module."""
+        family = find_family_of(self.config)
+        rows = family.list_rows(self.config, self.ranks)
+        windows = [*family.windows(self.config), *[0] * len(rows)]
+        return [LayerRows(*row, window) for row, window in zip(rows, windows, strict=False)]
 
     @property
     def state_bytes(self) -> int:
@@ -81,7 +101,8 @@ class CostModel:
         for weights in self.classes:
             if not weights.module and weights.name != "embedding":
                 yield self._count_weights(weights.name, [weights], [nextn + 1], load)
-        yield self._cache("caches", self.widths[: self.config.num_hidden_layers], [nextn + 1], load)
+        trunk = self.rows[: self.config.num_hidden_layers]
+        yield self._cache("caches", trunk, [nextn + 1], load)
         if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
             yield self._make_part("recurrent states", bytes, 0, 0)
@@ -90,8 +111,12 @@ class CostModel:
         """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full."""
         if nextn == 0:
             return
-        vanilla = self.drafter(nextn) == "mtp-vanilla"
-        counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
+        drafter = self.drafter(nextn)
+        counts = [nextn + 1, *[1] * (nextn - 1)]
+        if drafter == VANILLA:
+            counts = [nextn + 1] * nextn
+        elif drafter == ASSISTANT:
+            counts = [1] * nextn
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
         inner = [weights for weights in self.classes if weights.module and weights.name not in ends]
@@ -99,7 +124,15 @@ class CostModel:
         heads = [weights for weights in self.classes if weights.name.endswith("head")]
         heads = [weights for weights in heads if weights.module] or heads  # its own, if any
         yield self._count_weights("head of drafts", heads, [1] * nextn, load)
-        yield self._cache("MTP caches", self.widths[-1:], counts, load)
+        yield self._cache("MTP caches", self._list_rows_of_drafts(), counts, load)
+
+    def _list_rows_of_drafts(self) -> list[LayerRows]:
+        """List the rows that a draft reads: a module's, or those of the trunk that a head reads."""
+        head = self.config.head
+        if not isinstance(head, Gemma4Config):
+            return self.rows[-1:]
+        last = {rows.window > 0: rows for rows in self.rows if rows.width}
+        return [last[not full] for full in head.full_layers]
 
     def _count_weights(
         self,
@@ -131,22 +164,26 @@ class CostModel:
                 compute += work / self.gpu.peak(weights.format)
         return self._make_part(name, bytes, operations, compute)
 
-    def _cache(self, name: str, widths: list[int], passes: list[int], load: StepLoad) -> StepPart:
-        """Count reads of the context's cache rows, in layers of these widths, and attention.
+    def _cache(
+        self, name: str, layers: list[LayerRows], passes: list[int], load: StepLoad
+    ) -> StepPart:
+        """Count reads of the context's cache rows in these layers, and attention.
 
         passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
         """
         c = self.costs
-        context = load.context
         read = 0.0
         operations = 0.0
-        for width in filter(None, widths):
+        for rows in layers:
+            if not (width := rows.width):
+                continue
+            context = min(load.context, rows.window or load.context)
             attended = c.attended or width
             scoring = c.scoring if width > attended else 0.0
             for tokens in passes:
                 rows_per_token, rows_read = (c.rows(context, count) for count in (1, tokens))
                 values = rows_read * attended + context * (width - attended)
-                read += values * self.count_row_bytes(width, load.cache) / width
+                read += values * rows.count_bytes(load.cache) / width
                 operations += tokens * (rows_per_token * c.row_operations + context * scoring)
         requests = self.ranks.local(load.batch)
         bytes, operations = requests * read, requests * operations
@@ -157,17 +194,21 @@ class CostModel:
         limit = "memory" if memory >= compute else "compute"
         return StepPart(name, bytes, operations, max(memory, compute), limit)
 
-    def count_row_bytes(self, width: int, cache: str) -> int:
-        """Count the bytes of a cache row of `width` numbers."""
-        if cache == "int8":
-            sections = find_family_of(self.config).cache_sections(self.config, 0)
-            return count_int8_width(width, sections)
-        return width * CACHE_BYTES[cache]
-
     def cache_bytes(self, nextn: int, cache: str) -> int:
-        """Count a token's bytes per rank in all layers and in the modules that draft."""
+        """Count a token's bytes per rank in the layers that keep it, and in modules that draft."""
+        return sum(rows.count_bytes(cache) for rows in self._list_used(nextn) if not rows.window)
+
+    def ring_bytes(self, nextn: int, cache: str, chunk: int, capacity: int) -> int:
+        """Count the bytes per request and rank of the layers that see a window."""
+        return sum(
+            rows.count_bytes(cache) * count_ring_rows(rows.window, chunk, nextn + 1, capacity)
+            for rows in self._list_used(nextn)
+            if rows.window
+        )
+
+    def _list_used(self, nextn: int) -> list[LayerRows]:
         used = self.config.num_hidden_layers + count_modules_in_use(self.drafter(nextn), nextn)
-        return sum(self.count_row_bytes(width, cache) for width in self.widths[:used])
+        return self.rows[:used]
 
     def weight_bytes(self, nextn: int) -> float:
         """Count the bytes of weights per rank; without drafts the modules are not loaded."""

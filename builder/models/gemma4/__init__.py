@@ -33,6 +33,7 @@ FAMILY = Family(
         "router": "router, norms",
         "layer_scalar": "router, norms",
         "per_layer": "dense MLPs",
+        "experts.": "experts",
     },
     tables=(config.LAYER_TABLE,),
     leaves_out=config.is_left_out,
