@@ -37,9 +37,9 @@ class AssistantConfig(Gemma4Config, HeadConfig):
             raise CheckpointError("text_config must be an object")
         if wrong := [key for key in ABSENT if text.get(key)]:
             raise CheckpointError(f"{wrong[0]} of {cls.title} is not supported")
-        own = {key: value for key, value in raw.items() if key != "text_config"}
+        outer = {key: value for key, value in raw.items() if key != "text_config"}
         all_shared = {"num_kv_shared_layers": text.get("num_hidden_layers")}
-        config = cls.read(Reader(own | cls.spell(text) | all_shared, cls.usual))
+        config = cls.read(Reader(outer | cls.spell(text) | all_shared, cls.usual))
         config.check_trunk(trunk)
         centroids, chosen = config.num_centroids, config.centroid_intermediate_top_k
         if config.use_ordered_embeddings and (config.vocab_size % centroids or chosen > centroids):

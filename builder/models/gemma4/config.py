@@ -178,13 +178,13 @@ def read_full_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
 def read_rope(read: Reader, kind: str) -> RopeConfig:
     """Read the rotary embedding of one kind of layers."""
     both = read.raw.get("rope_parameters") or {}
-    if not isinstance(both, dict) or not isinstance(own := both.get(kind) or {}, dict):
+    if not isinstance(both, dict) or not isinstance(stored := both.get(kind) or {}, dict):
         raise CheckpointError("rope_parameters must hold an object for each kind of layers")
-    own = {"rope_theta": THETAS[kind]} | own
+    values = {"rope_theta": THETAS[kind]} | stored
     if kind == FULL:
-        own = {"rope_type": "proportional", "partial_rotary_factor": 0.25} | own
+        values = {"rope_type": "proportional", "partial_rotary_factor": 0.25} | values
     limit = read.raw.get("max_position_embeddings")
-    return parse_rope(Reader({"rope_parameters": own, "max_position_embeddings": limit}))
+    return parse_rope(Reader({"rope_parameters": values, "max_position_embeddings": limit}))
 
 
 def cache_widths(c: Gemma4Config, ranks: Ranks) -> list[int]:

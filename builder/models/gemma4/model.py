@@ -138,7 +138,7 @@ class WindowAttention(nn.Module):
         return o @ self.o_proj
 
 
-class Gate(nn.Module):
+class ResidualGate(nn.Module):
     """The router, which reads the residual stream by a norm of its own."""
 
     def __init__(self, c: Gemma4Config) -> None:
@@ -162,7 +162,7 @@ class Experts(nn.Module):
     def __init__(self, c: Gemma4Config) -> None:
         super().__init__()
         count, inner, E = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
-        self.gate = Gate(c)
+        self.gate = ResidualGate(c)
         self.gate_up_proj = parameter(count, E, 2 * inner)
         self.down_proj = parameter(count, inner, E)
         self.dense_norm, self.input_norm, self.norm = (RMSNorm(E, c.rms_norm_eps) for _ in range(3))
@@ -185,9 +185,9 @@ class LayerInput(nn.Module):
         self.gate, self.projection = parameter(E, P), parameter(P, E)
         self.norm = RMSNorm(E, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, own: Tensor, factor: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layer_input: Tensor, factor: Tensor) -> Tensor:
         """Add a token's input [B, T, P] to x [B, T, E]; the sum is times the factor."""
-        y = gelu_gate(own, x @ self.gate) @ self.projection
+        y = gelu_gate(layer_input, x @ self.gate) @ self.projection
         return norm_sum(x, y, self.norm.weight, factor, self.norm.eps)
 
 
@@ -208,11 +208,15 @@ class GemmaLayer(nn.Module):
         self.layer_scalar = parameter(1)
 
     def forward(
-        self, x: Tensor, cache: Tensor | None, rows: WindowPositions, own: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: Tensor | None,
+        rows: WindowPositions,
+        layer_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute x [B, T, E]; own [B, T, P]: the layer's own input."""
+        """Compute x [B, T, E]; layer_input [B, T, P]: what the layer has of its own."""
         q, cache = self.self_attn.write(self.input_layernorm(x), cache, rows)
-        return self.finish(x, self.self_attn.attend(q, rows, rows.first), own), cache
+        return self.finish(x, self.self_attn.attend(q, rows, rows.first), layer_input), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: WindowPositions) -> Tensor:
         """Write only the cache rows, which are all that a prompt needs of the last layer."""
@@ -220,7 +224,7 @@ class GemmaLayer(nn.Module):
         assert new is not None
         return new
 
-    def finish(self, x: Tensor, branch: Tensor, own: Tensor | None = None) -> Tensor:
+    def finish(self, x: Tensor, branch: Tensor, layer_input: Tensor | None = None) -> Tensor:
         """Add attention's branch [B, T, E], then the rest of the layer."""
         norm = self.post_attention_layernorm
         x = norm_sum(x, branch, norm.weight, None, norm.eps)
@@ -228,10 +232,10 @@ class GemmaLayer(nn.Module):
         if self.experts is not None:
             y = self.experts(x, y)
         norm = self.post_feedforward_layernorm
-        if self.layer_input is None or own is None:
+        if self.layer_input is None or layer_input is None:
             return norm_sum(x, y, norm.weight, self.layer_scalar, norm.eps)
         x = norm_sum(x, y, norm.weight, None, norm.eps)
-        return self.layer_input(x, own, self.layer_scalar)
+        return self.layer_input(x, layer_input, self.layer_scalar)
 
 
 class LayerInputs(nn.Module):
@@ -303,8 +307,8 @@ class Gemma4(CausalLM):
         self, rows: Positions, lengths: Tensor, last: Tensor, active: Tensor
     ) -> tuple[WindowPositions, Tensor]:
         assert isinstance(rows, WindowPositions)
-        own = self.rope(lengths, 1, active)
-        return replace(own, base=rows.base, shared=rows.shared), last
+        placed = self.rope(lengths, 1, active)
+        return replace(placed, base=rows.base, shared=rows.shared), last
 
     def run_head(
         self, embedding: Tensor, hidden: Tensor, rows: tuple[WindowPositions, Tensor]

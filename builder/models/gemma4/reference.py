@@ -109,7 +109,7 @@ class PlainGemmaLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        own: Tensor | None,
+        layer_input: Tensor | None,
         angles: tuple[Tensor, Tensor],
         shared: dict[bool, tuple[Tensor, Tensor]],
     ) -> Tensor:
@@ -122,9 +122,9 @@ class PlainGemmaLayer(nn.Module):
             mixed = self.post_feedforward_layernorm_2(mixed)
             y = self.post_feedforward_layernorm_1(y) + mixed
         x = x + self.post_feedforward_layernorm(y)
-        if own is not None:
+        if layer_input is not None:
             gate = F.gelu(self.per_layer_input_gate(x), approximate="tanh")
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * own))
+            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * layer_input))
         return x * self.layer_scalar
 
 
@@ -166,8 +166,8 @@ class PlainGemma4(PlainLM):
         }
         shared = dict[bool, tuple[Tensor, Tensor]]()
         for i, layer in enumerate(self.model.layers):
-            own = None if inputs is None else inputs[:, :, i]
-            x = layer(x, own, angles[c.full_layers[i]], shared)
+            layer_input = None if inputs is None else inputs[:, :, i]
+            x = layer(x, layer_input, angles[c.full_layers[i]], shared)
         return self.model.norm(x)
 
     def make_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:

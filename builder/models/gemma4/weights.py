@@ -68,11 +68,11 @@ def list_layer_weights(c: Gemma4Config, index: int, at: str, to: str) -> Iterato
     if c.n_routed_experts:
         yield from list_expert_weights(c, at, f"{to}.experts")
     if P := c.hidden_size_per_layer_input:
-        own = f"{to}.layer_input"
-        yield product(f"{own}.gate", StoredTensor(f"{at}.per_layer_input_gate.weight", (P, E)))
+        place = f"{to}.layer_input"
+        yield product(f"{place}.gate", StoredTensor(f"{at}.per_layer_input_gate.weight", (P, E)))
         stored = StoredTensor(f"{at}.per_layer_projection.weight", (E, P))
-        yield product(f"{own}.projection", stored)
-        yield vector(f"{own}.norm", f"{at}.post_per_layer_input_norm", "weight", E)
+        yield product(f"{place}.projection", stored)
+        yield vector(f"{place}.norm", f"{at}.post_per_layer_input_norm", "weight", E)
     yield vector(to, at, "layer_scalar", 1)
 
 
