@@ -278,7 +278,7 @@ def test_ops_need_torch_alone() -> None:
 # What each module of a kind has by the same name: a family's `costs`, a lowering's `lower`.
 # Others still stand in three modules: whoever renames one removes it.
 OF_A_KIND = "cache_widths costs info load lower split_sizes weight_table"
-SAME_FUNCTIONS = f"{OF_A_KIND} list_architectures find_format refit visible_gpus"
+SAME_FUNCTIONS = f"{OF_A_KIND} cache_sections list_architectures find_format refit visible_gpus"
 
 
 def test_names_stand_for_one_thing() -> None:

@@ -132,7 +132,7 @@ def check_pool(folder: Path, model: PlainDeepseek) -> None:
             assert given == pytest.approx(wanted, abs=1e-4), DIFFERS
             loaded.generate(prompt, params)
         assert 0 < loaded.stats.prefix_bytes <= loaded.stats.prefix_limit
-        with pytest.raises(UsageError, match="not for engines of several ranks; leave it out"):
+        with pytest.raises(UsageError, match="prefix_cache_dir needs an engine of one rank"):
             open_prefix_cache(
                 loaded._loaded.loop.programs, loaded.manifest, folder, None, folder / "kept"
             )

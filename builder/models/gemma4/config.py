@@ -180,7 +180,7 @@ def read_rope(read: Reader, kind: str) -> RopeConfig:
     both = read.raw.get("rope_parameters") or {}
     if not isinstance(both, dict) or not isinstance(stored := both.get(kind) or {}, dict):
         raise CheckpointError("rope_parameters must hold an object for each kind of layers")
-    values = {"rope_theta": THETAS[kind]} | stored
+    values: dict[str, Any] = {"rope_theta": THETAS[kind]} | stored
     if kind == FULL:
         values = {"rope_type": "proportional", "partial_rotary_factor": 0.25} | values
     limit = read.raw.get("max_position_embeddings")
