@@ -158,7 +158,7 @@ class Calibration:
         plain, sums = self.model.plain, InputSums()
         for x in self.model.run_norm(hidden):
             if self._is_wanted(HEAD):
-                sums.add(HEAD, plain.logits(x))
+                sums.add(HEAD, plain.head_input(x))
                 sums.end_batch()
             yield x
         rows = self.view.source.rows

@@ -58,18 +58,20 @@ class StreamedModel:
         self.batches = batches
         self.family = find_family_of(config)
         with torch.device("meta"):
-            plain = self.family.reference(self.config)
-        if not isinstance(plain, PlainCausalLM) or _shares_choices(plain):
+            plain: Any = self.family.reference(self.config)
+        if not plain.has_lone_layers:
             raise UsageError(
                 f"{self.family.name}: its layers can't run one by one: leave --calibrate out"
             )
         self.plain = plain.eval().requires_grad_(False)
         self._names = {module: name for name, module in plain.named_modules()}
-        longest = max(batch.shape[1] for batch in batches)
-        plain.cos, plain.sin = compute_rope_tables(config.rope, 2 * plain.cos.shape[-1], longest)
-        plain.lm_head = nn.Identity()  # type: ignore[assignment]
+        if isinstance(plain, PlainCausalLM):
+            longest = max(batch.shape[1] for batch in batches)
+            width = 2 * plain.cos.shape[-1]
+            plain.cos, plain.sin = compute_rope_tables(config.rope, width, longest)
+        self.plain.lm_head = nn.Identity()
         tokens = torch.cat([batch.flatten() for batch in batches])
-        plain.model.embed_tokens = KnownEmbedding(checkpoint, tokens)  # type: ignore[assignment]
+        self.plain.model.embed_tokens = KnownEmbedding(checkpoint, tokens)
 
     def name_of(self, module: nn.Module) -> str:
         return self._names[module]
@@ -92,7 +94,7 @@ class StreamedModel:
 
     def inputs(self, i: int, hidden: Iterable[Tensor]) -> Iterable[Tensor]:
         """Return the inputs of main layer i, from the hidden states of the layer before it."""
-        return hidden if i else map(self.plain.model.embed_tokens, self.batches)
+        return hidden if i else map(self.plain.embed, self.batches)
 
     def run_norm(self, hidden: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the trunk's hidden states as MTP modules read them, with its norm in memory."""
@@ -102,9 +104,7 @@ class StreamedModel:
 
     def run_layer(self, i: int, x: Tensor) -> Tensor:
         """Run main layer i, which is loaded, on hidden states x [B, T, E]."""
-        rows = x.shape[1]
-        layers: Any = self.plain.model.layers
-        y: Tensor = layers[i](x, self.plain.cos[:rows], self.plain.sin[:rows])
+        y: Tensor = self.plain.run_layer(i, x)
         return y
 
 
@@ -166,10 +166,3 @@ def make_batches(texts: Iterable[Sequence[int]]) -> list[Tensor]:
         else:
             groups.append([text])
     return [torch.tensor([text[: len(group[0])] for text in group]) for group in groups]
-
-
-def _shares_choices(plain: nn.Module) -> bool:
-    """Return whether a layer attends to the rows that another one chose."""
-    modules: Iterator[Any] = plain.modules()
-    layers = (layer for layer in modules if hasattr(layer, "chooser"))
-    return any(layer.chooser[0] is not layer for layer in layers)

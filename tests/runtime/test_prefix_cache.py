@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import SamplingParams
+from mtpbuild.runtime.contract.state import BLOCK
 from mtpbuild.runtime.errors import NotFiniteError, RequestError
 from mtpbuild.runtime.limits import Limits
 from mtpbuild.runtime.prefix_cache.cache import choose_default_limit
-from mtpbuild.runtime.prefix_cache.tree import BLOCK
 from tests.support.fakes import continuation, fake_engine, fake_manifest
 
 ROW = 4  # bytes

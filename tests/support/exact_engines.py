@@ -26,12 +26,12 @@ FAMILIES = {
 }
 GEMMA4 = {
     "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "global_head_dim": 32,
-    "sliding_window": 9,
+    "sliding_window": 9, "vocab_size": 72,
 }  # fmt: skip
 GEMMA4_SHAPES = {
     "dense": GEMMA4,
     "mixture": GEMMA4 | {"moe_intermediate_size": 32},
-    "small": GEMMA4 | {"hidden_size_per_layer_input": 32},
+    "small": GEMMA4 | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 72},
 }
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 Said = list[tuple[list[int], list[float]]]
@@ -42,7 +42,7 @@ def save(folder: Path, name: str) -> Path:
         return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
     if (shape := name.removeprefix("gemma4-")) in GEMMA4_SHAPES:
         sizes = GEMMA4_SHAPES[shape]
-        heads = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "hidden_size": 32}
+        heads = GEMMA4 | {"hidden_size": 32}
         save_gemma4(make_assistant(shape, backbone=64, **heads), folder.with_name(HEAD))
         return save_gemma4(make_trunk(shape, **sizes), folder)
     sizes = FAMILIES[name]
@@ -51,7 +51,7 @@ def save(folder: Path, name: str) -> Path:
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 60, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
+    prompts = [rng.integers(2, 61, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
     params = [
         SamplingParams(
             max_tokens=30 + i, ignore_eos=True, temperature=0.9 * (i % 2), seed=i, logprobs=1

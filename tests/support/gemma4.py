@@ -69,7 +69,7 @@ def make_assistant(
     )
     head = spread(Gemma4AssistantForCausalLM(config))
     if head.masked_embedding is not None:
-        head.masked_embedding.token_ordering.copy_(torch.randperm(sizes["vocab_size"]))
+        head.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
     return head
 
 

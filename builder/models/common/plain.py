@@ -6,7 +6,8 @@ In docstrings g_{k,p} is module k's hidden state at position p, and g_{0,p} the 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,23 @@ class PlainLM(nn.Module):
 
     config: ModelConfig
     lm_head: nn.Linear
+
+    @property
+    def has_lone_layers(self) -> bool:
+        """Whether a layer needs only the hidden states of the one before it (`run_layer`)."""
+        return False
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first layer's input [B, T, hidden]."""
+        raise NotImplementedError
+
+    def run_layer(self, i: int, x: Tensor) -> Tensor:
+        """Run main layer i alone on x [B, T, hidden]."""
+        raise NotImplementedError
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        """Return what the head multiplies, from the result of `main`."""
+        return hidden
 
     def main(self, tokens: Tensor) -> Tensor:
         """Compute the hidden states [B, T, hidden] that modules read, from tokens [B, T]."""
@@ -296,15 +314,30 @@ class PlainCausalLM(PlainLM):
         return modules[k - 1]
 
     def main(self, tokens: Tensor) -> Tensor:
-        T = tokens.shape[1]
-        c = self.config
-        x = self.model.embed_tokens(tokens)
-        for layer in list(self.model.layers)[: c.num_hidden_layers]:
-            x = layer(x, self.cos[:T], self.sin[:T])
-        return self.model.norm(x) if c.mtp.trunk_normed else x
+        x = self.embed(tokens)
+        for i in range(self.config.num_hidden_layers):
+            x = self.run_layer(i, x)
+        return self.model.norm(x) if self.config.mtp.trunk_normed else x
+
+    @property
+    def has_lone_layers(self) -> bool:
+        layers: Iterator[Any] = self.modules()
+        choosing = (layer for layer in layers if hasattr(layer, "chooser"))
+        return all(layer.chooser[0] is layer for layer in choosing)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.model.embed_tokens(tokens)
+        return x
+
+    def run_layer(self, i: int, x: Tensor) -> Tensor:
+        y: Tensor = self.model.layers[i](x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
+        return y
+
+    def head_input(self, hidden: Tensor) -> Tensor:
+        return hidden if self.config.mtp.trunk_normed else self.model.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(hidden if self.config.mtp.trunk_normed else self.model.norm(hidden))
+        return self.lm_head(self.head_input(hidden))
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         module = self.module(k)

@@ -156,18 +156,32 @@ class PlainGemma4(PlainLM):
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.lm_head.weight = self.model.embed_tokens.weight
 
+    @property
+    def has_lone_layers(self) -> bool:
+        return not (self.config.num_kv_shared_layers or self.config.hidden_size_per_layer_input)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.model.embed_tokens(tokens) * math.sqrt(self.config.hidden_size)
+        return x
+
+    def run_layer(
+        self,
+        i: int,
+        x: Tensor,
+        layer_input: Tensor | None = None,
+        shared: dict[bool, tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        c, full = self.config, self.config.full_layers[i]
+        rope, width = (c.full_rope, c.global_head_dim) if full else (c.rope, c.head_dim)
+        angles = compute_rope_tables(rope, width, x.shape[1])
+        y: Tensor = self.model.layers[i](x, layer_input, angles, {} if shared is None else shared)
+        return y
+
     def main(self, tokens: Tensor) -> Tensor:
-        c, T = self.config, tokens.shape[1]
-        x = self.model.embed_tokens(tokens) * math.sqrt(c.hidden_size)
-        inputs = self.make_inputs(tokens, x)
-        angles = {
-            True: compute_rope_tables(c.full_rope, c.global_head_dim, T),
-            False: compute_rope_tables(c.rope, c.head_dim, T),
-        }
-        shared = dict[bool, tuple[Tensor, Tensor]]()
-        for i, layer in enumerate(self.model.layers):
-            layer_input = None if inputs is None else inputs[:, :, i]
-            x = layer(x, layer_input, angles[c.full_layers[i]], shared)
+        x = self.embed(tokens)
+        inputs, shared = self.make_inputs(tokens, x), dict[bool, tuple[Tensor, Tensor]]()
+        for i in range(self.config.num_hidden_layers):
+            x = self.run_layer(i, x, None if inputs is None else inputs[:, :, i], shared)
         return self.model.norm(x)
 
     def make_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:
