@@ -154,6 +154,8 @@ def _list_facts(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     caches = [s for s in manifest.state if s.role == "rows"]
     balanced = ", keys balanced" if manifest.build.balanced_keys else ""
     text = f"{len(caches)} of {caches[0].shape} {caches[0].dtype}{balanced}" if caches else "none"
+    if windows := [s for s in manifest.state if s.role == "window"]:
+        text += f"; {len(windows)} for windows, of {windows[0].shape}"
     yield "caches", text
     yield "prefill chunk", str(build.prefill_chunk)
     row, states = count_saved_bytes(manifest)
