@@ -54,7 +54,7 @@ def find_family(raw: Mapping[str, Any]) -> Family:
         if raw.get("model_type") == family.model_type or set(names) & set(family.architectures):
             return family
     wanted = ", ".join(names) or raw.get("model_type") or "none"
-    known = ", ".join(f"{family.name} (model_type {family.model_type})" for family in families())
+    known = ", ".join(f"{family.name} ({family.model_type})" for family in families())
     raise CheckpointError(f"unsupported architecture {wanted}; supported: {known}")
 
 

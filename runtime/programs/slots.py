@@ -110,9 +110,10 @@ class Caches:
     def read(self, slot: int, start: int, stop: int) -> Arrays:
         """Return rows of a slot on the host; they may share its memory if it is there."""
         rows = dict[str, NDArray[Any]]()
-        for name in self._flat:
-            views = [self._memory.host(view) for view, _ in self._cut(slot, name, start, stop)]
-            rows[name] = views[0] if len(views) == 1 else np.concatenate(views)
+        for name, flat in self._flat.items():
+            views = [view for view, _ in self._cut(slot, name, start, stop)] or [flat[:0]]
+            parts = [*map(self._memory.host, views)]
+            rows[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return rows
 
     def holds(self, start: int, stop: int) -> bool:

@@ -15,14 +15,17 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
-from mtpbuild.builder.plan.plan import Plan
-from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
+from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
+from mtpbuild.builder.plan.weight_classes import count_classes, find_layout, load_recipe_config
 from mtpbuild.builder.program.opened_model import open_model
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.state import CACHED, StateSpec
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.ranks import ALONE
 from tests.reference.eager import EagerPrograms
 from tests.support.gemma4 import (
     SHAPES,
@@ -183,6 +186,66 @@ def test_engines_continue_as_transformers(shape: str, tmp_path: Path) -> None:
                 logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(wanted)[:, None])[:, 0]
                 measured = [step.logprob for step in result.logprobs]
                 np.testing.assert_allclose(measured, logprobs, atol=1e-4)
+
+
+# What is published: billions of parameters, those of the second embedding, and of the assistant.
+PUBLISHED = {
+    "gemma-4-e2b": (4.65, 2.349, 0.08),
+    "gemma-4-e4b": (7.5, 2.819, 0.09),
+    "gemma-4-12b": (11.8, 0.0, 0.42),
+    "gemma-4-26b-a4b": (25.2, 0.0, 0.42),
+    "gemma-4-31b": (30.7, 0.0, 0.45),
+}
+
+
+def count_layer(c: dict[str, Any], index: int) -> int:
+    """Count a trunk's layer by its config.json, without its factor, norms and scales."""
+    E, heads, shared = c["hidden_size"], c["num_attention_heads"], c["num_kv_shared_layers"]
+    full = c["layer_types"][index] == "full_attention"
+    width = c["global_head_dim"] if full else c["head_dim"]
+    groups = c["num_key_value_heads"]
+    if full and c["attention_k_eq_v"]:
+        groups = c["num_global_key_value_heads"]
+    owns = index < c["num_hidden_layers"] - shared
+    kept = (1 if full and c["attention_k_eq_v"] else 2) * groups if owns else 0
+    inner = c["intermediate_size"] * (2 if c["use_double_wide_mlp"] and not owns else 1)
+    experts = (c["num_experts"] or 0) * (3 * c.get("moe_intermediate_size", 0) + 1)
+    inputs = 2 * c["hidden_size_per_layer_input"]
+    return E * ((2 * heads + kept) * width + 3 * inner + experts + inputs)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_sizes_of_recipes(name: str) -> None:
+    recipe = find_recipe(name)
+    assert recipe is not None
+    whole, second, head = PUBLISHED[name]
+    c = json.loads((recipe.config_folder / "config.json").read_text())["text_config"]
+    L, inputs = c["num_hidden_layers"], c["hidden_size_per_layer_input"]
+    table = 262144 * L * inputs
+    products = sum(count_layer(c, i) for i in range(L)) + c["hidden_size"] * L * inputs
+    counted = products + table + 262144 * c["hidden_size"]
+    classes = count_classes(find_layout(name, None), ALONE)
+    trunk = sum(weights.parameters for weights in classes if not weights.module)
+    assert trunk == pytest.approx(counted, rel=1e-3)  # norms and scales are not counted
+    assert trunk / 1e9 == pytest.approx(whole, rel=0.02)
+    assert table / 1e9 == pytest.approx(second, rel=1e-3)
+    module = sum(weights.parameters for weights in classes if weights.module)
+    assert module / 1e9 == pytest.approx(head, rel=0.1)
+
+
+def test_rings_take_a_fifth() -> None:
+    """At a context of 32,768, with chunks of 2,048."""
+    recipe = find_recipe("gemma-4-26b-a4b")
+    assert recipe is not None
+    config = load_recipe_config(recipe)
+    plan = Plan(config, NEXTN, "mtp-assistant", 1, 32768, 2048)
+    rings = sum(map(count_state_bytes, filter(is_cache, make_state_specs(plan))))
+    rows = sum(find_family_of(config).cache_widths(config, ALONE)) * 4 * plan.capacity
+    assert rings < 0.2 * rows
+
+
+def is_cache(spec: StateSpec) -> bool:
+    return spec.role in CACHED
 
 
 @pytest.fixture(scope="module")

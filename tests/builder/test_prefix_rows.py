@@ -246,7 +246,7 @@ TRAFFIC_BUGS = {
     "pieces at the beginning": wrapped(PackedCaches, "write", pieces_are_not_where_they_begin),
     "a cancelled prompt counts as whole": released(lambda request, held: request.length),
     "slots share the rows in use": replaced(
-        PackedCaches, "start", lambda caches, slot: slot * max(caches.rows, 128)
+        PackedCaches, "start", lambda caches, slot, name: slot * max(caches.rows, 128)
     ),
     "filled in where steps write": wrapped(
         PackedCaches, "pack", prompts_are_filled_in_where_steps_write

@@ -86,13 +86,13 @@ def test_the_registry(folder: Path) -> None:
     assert find_family_of(load_config(folder)) is TOY
     assert not issubclass(TOY.config, DeepseekV3Config)
     known = (
-        "DeepseekV3ForCausalLM (model_type deepseek_v3), "
-        "Glm4MoeLiteForCausalLM (model_type glm4_moe_lite), "
-        "DeepseekV32ForCausalLM (model_type deepseek_v32), "
-        "GlmMoeDsaForCausalLM (model_type glm_moe_dsa), "
-        "Glm4MoeForCausalLM (model_type glm4_moe), "
+        "DeepseekV3ForCausalLM (deepseek_v3), "
+        "Glm4MoeLiteForCausalLM (glm4_moe_lite), "
+        "DeepseekV32ForCausalLM (deepseek_v32), "
+        "GlmMoeDsaForCausalLM (glm_moe_dsa), "
+        "Glm4MoeForCausalLM (glm4_moe), "
     )
-    output = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(model_type toy\)"
+    output = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(toy\)"
     with pytest.raises(CheckpointError, match=output):
         find_family({"architectures": ["Other"]})
 

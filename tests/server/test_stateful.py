@@ -167,7 +167,7 @@ def machine(server: Live, engine: Engine, canaries: Canaries, seen: Counter[str]
 
 
 @pytest.mark.xdist_group("tiny")
-@pytest.mark.parametrize("requests", [300, pytest.param(20_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [600, pytest.param(20_000, marks=pytest.mark.full)])
 def test_canaries_live(tiny_engine: Callable[..., Path], requests: int) -> None:
     """No request changes another's text, ends the engine or gets a 500."""
     seen, steps = Counter[str](), 50

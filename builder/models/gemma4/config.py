@@ -111,6 +111,8 @@ class Gemma4Config(MoEConfig):
             )
 
     def sliced(self, first: int, count: int) -> Self:
+        if self.hidden_size_per_layer_input:
+            raise UsageError("--layers: this model has one table for the inputs of all its layers")
         kinds = self.full_layers[first : first + count]
         shared = max(0, first + count - self.first_shared) if self.num_kv_shared_layers else 0
         if not any(kinds) or (shared and first + count - shared <= first):
