@@ -286,6 +286,11 @@ class HeadConfig(ModelConfig):
         """How many numbers the head adds to the trunk's hidden states."""
         return 0
 
+    @property
+    def drafted(self) -> int:
+        """The rows of the head's own vocabulary product."""
+        return self.vocab_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):

@@ -118,6 +118,12 @@ def write_gguf(
     convert.write_keys(writer, c, convert.count_modules(c))
     if more is not None:
         more(writer)
+    write_tensors(writer, tensors, type_of)
+    return path
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, Array], type_of: TypeOf) -> None:
+    """Write tensors after the keys that a writer has, and close it."""
     for number, (name, value) in enumerate(tensors.items()):
         kind = type_of(name, value)
         if kind == Type.F32:
@@ -130,7 +136,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def dequantised(path: Path) -> dict[str, Array]:
