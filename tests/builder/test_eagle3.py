@@ -192,7 +192,7 @@ def test_other_gguf_files_are_no_head(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     line = refusal("build", "--model", folder, "--mtp", tmp_path / "a.gguf", code=1)
-    assert line.startswith(f"--mtp {tmp_path / 'a.gguf'}: architecture llama: eagle3 alone")
+    assert line.startswith(f"--mtp {tmp_path / 'a.gguf'}: architecture llama: only eagle3,")
 
 
 TRUNKS = [("qwen3", dialect) for dialect in DIALECTS]
@@ -298,7 +298,7 @@ REFUSALS = [
     (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with an EAGLE-3 head has one rank"),
     (("--drafter", "mtp-vanilla"), "--drafter mtp-vanilla: an EAGLE-3 head drafts by mtp-eagle"),
     (("--draft-vocab", "9"), "--draft-vocab: an EAGLE-3 head has its own draft vocabulary"),
-    (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads layers of the whole model"),
+    (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads the whole model"),
     (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
 ]
 

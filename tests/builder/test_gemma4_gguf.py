@@ -101,12 +101,12 @@ def test_an_assistant_is_the_one_that_it_was_made_from(others: bool, tmp_path: P
 def test_a_head_beside_the_trunk_is_taken(name: str, tmp_path: Path) -> None:
     path, head = write_trunk(tmp_path / "a.gguf", make_trunk("dense")), tmp_path / name
     write_head(head, make_assistant("dense"))
-    source = find_source(build_request(path, 3))
+    source = find_source(build_request(path, (3,)))
     assert (source.mtp, source.config.head is None) == (head, False)
     assert open_head(head, source.config).tensors
-    assert find_source(build_request(path, 0)).config.head is None
+    assert find_source(build_request(path, (0,))).config.head is None
     other = write_head(tmp_path / "other.gguf", make_assistant("dense"))
-    assert find_source(build_request(path, 3, mtp=other)).mtp == other
+    assert find_source(build_request(path, (3,), mtp=other)).mtp == other
 
 
 def test_files_in_a_folder_of_heads_are_no_models() -> None:

@@ -96,8 +96,8 @@ def read_text_config(file: GgufFile) -> Config:
     near, far = read_key_heads(file, slides)
     inner = read_inner_sizes(file)
     # Layers without values take their keys; those that share rows have neither.
-    own = slides[: file.layers - inner["num_kv_shared_layers"]]
-    values = [f"blk.{i}.attn_v.weight" in file.tensors for i, slide in enumerate(own) if not slide]
+    first_shared = file.layers - inner["num_kv_shared_layers"]
+    full = [i for i, slide in enumerate(slides[:first_shared]) if not slide]
     inputs = file.key("embedding_length_per_layer_input", 0)
     width = file.key("attention.key_length")
     return {
@@ -111,7 +111,7 @@ def read_text_config(file: GgufFile) -> Config:
         "head_dim": file.key("attention.key_length_swa"),
         "num_key_value_heads": near,
         LAYER_CONFIGS: {FULL: {"head_dim": width, "num_key_value_heads": far}},
-        "attention_k_eq_v": not any(values),
+        "attention_k_eq_v": not any(f"blk.{i}.attn_v.weight" in file.tensors for i in full),
         "rope_parameters": read_rotations(file),
         "hidden_size_per_layer_input": inputs,
         "vocab_size_per_layer_input": file.tensor(TABLE).shape[0] if inputs else 0,
@@ -161,8 +161,8 @@ def read_inner_sizes(file: GgufFile) -> Config:
     """Return the inner sizes of MLPs, which may be twice as wide in layers that share rows."""
     sizes, shared = read_layers(file, "feed_forward_length"), file.key(SHARED, 0)
     usual, last = sizes[0], sizes[-1]
-    own = file.layers - shared if last == 2 * usual else file.layers
-    if sizes != [usual] * own + [last] * (file.layers - own):
+    narrow = file.layers - shared if last == 2 * usual else file.layers
+    if sizes != [usual] * narrow + [last] * (file.layers - narrow):
         raise CheckpointError(f"{file.path}: layers have MLPs of {sizes}, which is not supported")
     wide = last != usual
     return {
