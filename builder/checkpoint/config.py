@@ -157,6 +157,7 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     if kind == "llama3" and low >= high:
         raise CheckpointError(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
     has_factor = rope.raw.get("attention_factor") is not None
+    partial = rope.number("partial_rotary_factor", 1.0, above=0) if kind == "proportional" else 1.0
     return rope.fill(
         RopeConfig,
         theta=theta.number("rope_theta", 10000.0, above=1),
@@ -164,6 +165,7 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
         factor=rope.number("factor", limit / original if kind == "yarn" else 1.0, above=0),
         original_max_position_embeddings=original,
         attention_factor=rope.number("attention_factor", 1.0, above=0) if has_factor else None,
+        partial_rotary_factor=partial,
     )
 
 
