@@ -24,7 +24,7 @@ from mtpbuild.builder.weights.gguf_folder import list_splits
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.families import make_config, make_family
-from tests.support.gguf_files import write_tensors
+from tests.support.gguf_files import usual, write_tensors
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -110,7 +110,7 @@ def write_dense(path: Path, name: str, factors: npt.NDArray[np.float32] | None =
         tensors[f"blk.{layer}.{GGUF_NAMES[part]}.{ending}"] = value.contiguous().numpy()
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
-    write_tensors(writer, tensors, lambda name, value: Type.F32)
+    write_tensors(writer, tensors, usual(Type.F32))
     return path
 
 

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.reference.eagle3 import PlainEagle3, make_head
 from tests.support.families import make_family, save_family
+from tests.support.gguf_files import usual, write_tensors
 from tests.support.invoke import refusal
 from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
@@ -151,18 +153,16 @@ def write_gguf_head(path: Path, raw: dict[str, Any], weights: dict[str, Tensor])
     for key in ("norm_before_residual", "norm_before_fc"):
         writer.add_bool(f"eagle3.{key}", raw.get(key, False))
     heads = {"q": raw["num_attention_heads"], "k": raw["num_key_value_heads"]}
+    tensors = dict[str, Any]()
     for name, value in weights.items():
         if name == "d2t":
-            writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
+            tensors["d2t"] = (value + torch.arange(len(value))).numpy()
             continue
         renamed = GGUF_NAMES[name.removeprefix("layers.0.").removesuffix(".weight")]
         if (part := renamed.rpartition("_")[2]) in heads:  # pairs side by side, as Llama's
             value = value.reshape(heads[part], 2, -1, value.shape[-1]).swapaxes(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{renamed}.weight", value.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        tensors[f"{renamed}.weight"] = value.contiguous().numpy()
+    write_tensors(writer, tensors, usual(Type.F32))
     return path
 
 

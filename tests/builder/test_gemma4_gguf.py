@@ -173,7 +173,10 @@ def test_wrong_heads(tmp_path: Path) -> None:
 
     other = write_head(tmp_path / "other.gguf", make_assistant("dense", backbone=40))
     assert refuse(other).startswith("its trunk has backbone_hidden_size 40, the model 24")
-    ordered = {"mtp_centroids.weight": np.zeros((8, 20), np.float32)}
+    ordered: dict[str, Any] = {
+        "mtp_centroids.weight": np.zeros((8, 20), np.float32),
+        "mtp_token_ordering.weight": np.zeros(61, np.int32),
+    }
     other = write_head(
         tmp_path / "ordered.gguf", make_assistant("dense"), others=True, tensors=ordered
     )

@@ -122,11 +122,13 @@ def write_gguf(
     return path
 
 
-def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, Array], type_of: TypeOf) -> None:
+def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, Any], type_of: TypeOf) -> None:
     """Write tensors after the keys that a writer has, and close it."""
     for number, (name, value) in enumerate(tensors.items()):
         kind = type_of(name, value)
-        if kind == Type.F32:
+        if value.dtype.kind == "i":  # ids
+            writer.add_tensor(name, value)
+        elif kind == Type.F32:
             writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
         elif kind == Type.F16:
             writer.add_tensor(name, value.astype(np.float16))
