@@ -133,6 +133,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"keys": {"feed_forward_length": [40, 80, 40, 40, 40]}},
         "layers have MLPs of [40, 80, 40, 40, 40], which is not supported",
     ),
+    "more shared layers than layers": (
+        {"keys": {"feed_forward_length": [40] * 4 + [80], "attention.shared_kv_layers": 1 << 24}},
+        "layers have MLPs of [40, 40, 40, 40, 80], which is not supported",
+    ),
+    "a width": (
+        {"keys": {"attention.key_length": 1 << 24, "rope.dimension_count": 1 << 24}},
+        "rope_freqs.weight are not 1 up to a pair and 1e+30 after",
+    ),
     "rotation": (
         {"keys": {"rope.dimension_count_swa": 4}},
         "a default rotation of 4 values of 6 is not supported",

@@ -161,7 +161,7 @@ def read_inner_sizes(file: GgufFile) -> Config:
     """Return the inner sizes of MLPs, which may be twice as wide in layers that share rows."""
     sizes, shared = read_layers(file, "feed_forward_length"), file.key(SHARED, 0)
     usual, last = sizes[0], sizes[-1]
-    narrow = file.layers - shared if last == 2 * usual else file.layers
+    narrow = max(0, file.layers - shared) if last == 2 * usual else file.layers
     if sizes != [usual] * narrow + [last] * (file.layers - narrow):
         raise CheckpointError(f"{file.path}: layers have MLPs of {sizes}, which is not supported")
     wide = last != usual
@@ -194,7 +194,7 @@ def read_share(file: GgufFile) -> Config:
     width, tensor = file.key("attention.key_length"), file.tensor(FACTORS)
     factors = tensor.decode(tensor.read()).ravel()
     turning = int((factors == 1).sum())
-    wanted = [1.0] * turning + [STILL] * (width // 2 - turning)
-    if factors.tolist() != np.array(wanted, np.float32).tolist():
+    fits = factors.size == width // 2 and (factors[:turning] == 1).all()
+    if not fits or (factors[turning:] != np.float32(STILL)).any():
         raise CheckpointError(f"{file.path}: {FACTORS} are not 1 up to a pair and {STILL:g} after")
     return {"partial_rotary_factor": 2 * turning / width}
