@@ -63,7 +63,10 @@ OUTSIDE = {
 ONLY_HERE = {
     "mtpbuild.builder.gguf.tokenizer": {"tokenizers"},
     **{f"mtpbuild.builder.gguf.{n}": {"numpy"} for n in ("container", "mapped")},
-    **{f"mtpbuild.builder.models.{n}.gguf": {"numpy"} for n in ("deepseek_v3", "dense", "qwen3_5")},
+    **{
+        f"mtpbuild.builder.models.{n}.gguf": {"numpy"}
+        for n in ("deepseek_v3", "dense", "gemma4", "qwen3_5")
+    },
     "mtpbuild.builder.compiler.prefixes": {"numpy"},
     "mtpbuild.builder.targets.onnxruntime.exact": {"numpy"},
     "mtpbuild.runtime.engine.metrics": {"prometheus_client"},

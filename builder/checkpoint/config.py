@@ -157,7 +157,7 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     if kind == "llama3" and low >= high:
         raise CheckpointError(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
     has_factor = rope.raw.get("attention_factor") is not None
-    partial = rope.number("partial_rotary_factor", 1.0, 0) if kind == "proportional" else 1.0
+    partial = rope.number("partial_rotary_factor", 1.0, above=0) if kind == "proportional" else 1.0
     return rope.fill(
         RopeConfig,
         theta=theta.number("rope_theta", 10000.0, above=1),
@@ -287,6 +287,11 @@ class HeadConfig(ModelConfig):
     def added_width(self) -> int:
         """How many numbers the head adds to the trunk's hidden states."""
         return 0
+
+    @property
+    def drafted(self) -> int:
+        """The rows of the head's own vocabulary product."""
+        return self.vocab_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from mtpbuild.builder.checkpoint.hub_cache import (
 )
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file, side_files
-from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_one
+from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_link, name_one
 from mtpbuild.builder.models import load_config, refuse_class
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import Room
@@ -40,6 +40,7 @@ from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.files import collect_tensors, cut_tensors, describe_tensors
 from mtpbuild.builder.weights.gguf_folder import (
     find_checkpoint_folder,
+    find_lone_head,
     keep_configuration,
     make_checkpoint,
 )
@@ -108,12 +109,13 @@ class ModelSource(FoundModel):
         read = {entry.file.name for entry in opened.tensors.values()}
         # Of GGUF files the head's comes first: the trunk's says that all is here.
         for name in names:
-            if name in self.remote.names or PurePosixPath(name).name in read:
+            if name in self.remote.names or name_link(name) in read:
                 repository.fetch_weights(name)
         write_ref(repository.name, self.remote.revision, repository.commit)
         here = name_model(request.model).find_weights(request.revision)
         assert here is not None
-        return replace(self, folder=find_checkpoint_folder(here), remote=None)
+        folder = find_checkpoint_folder(here)
+        return replace(self, folder=folder, mtp=find_mtp(request, folder), remote=None)
 
 
 def find_source(request: BuildRequest, *, may_fetch: bool = False) -> ModelSource:
@@ -127,7 +129,14 @@ def find_source(request: BuildRequest, *, may_fetch: bool = False) -> ModelSourc
         with call_folder(remote[0].folder, remote[1].repository.name):
             return read_source(request, *remote)
     model = find_model(request.model, request.checkpoint, request.revision)
-    return read_source(request, replace(model, mtp=request.mtp))
+    return read_source(request, replace(model, mtp=find_mtp(request, model.folder)))
+
+
+def find_mtp(request: BuildRequest, folder: Path) -> Path | None:
+    """Return where a request's MTP head lies apart: where --mtp says, else beside a GGUF file."""
+    if request.mtp is not None or request.layers is not None or request.nextn == (0,):
+        return request.mtp
+    return find_lone_head(folder)
 
 
 def find_head_place(request: BuildRequest, *, may_fetch: bool) -> Path | None:
@@ -207,7 +216,7 @@ def find_remote_model(request: BuildRequest) -> tuple[FoundModel, RemoteWeights]
         fetch_small_files(repository)
         folder = repository.folder
         remote = RemoteWeights(repository, revision, list_weight_files(repository))
-    return FoundModel(model.name, model.engine, folder, request.mtp), remote
+    return FoundModel(model.name, model.engine, folder, find_mtp(request, folder)), remote
 
 
 def ask_hub(
@@ -266,10 +275,10 @@ def make_folder_of_headers(repository: "Repository", names: Sequence[str]) -> Pa
     weakref.finalize(repository, shutil.rmtree, place, ignore_errors=True)
     folder = place / "model"
     with call_folder(folder, repository.name):
-        files = [place / PurePosixPath(name).name for name in names]
-        for name, file in zip(names, files, strict=True):
+        links = {name: place / name for name in map(name_link, names)}
+        for name, file in zip(names, links.values(), strict=True):
             repository.fetch_gguf_header(name, file)
-        make_checkpoint(folder, files, repository.folder)
+        make_checkpoint(folder, links, repository.folder)
     return folder
 
 

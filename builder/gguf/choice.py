@@ -8,6 +8,7 @@ from mtpbuild.builder.gguf.container import SHARD
 from mtpbuild.runtime.errors import CheckpointError
 
 ENDING, HEAD, PROJECTOR = ".gguf", "mtp-", "mmproj"
+HEADS = "MTP"  # a folder with heads beside a trunk
 
 
 def list_models(names: Iterable[str]) -> dict[str, list[str]]:
@@ -15,7 +16,8 @@ def list_models(names: Iterable[str]) -> dict[str, list[str]]:
     shards = dict[str, list[str]]()
     for name in sorted(names):
         path = PurePosixPath(name)
-        if path.suffix == ENDING and not path.name.startswith((HEAD, PROJECTOR)):
+        whole = path.parent.name != HEADS and not path.name.startswith((HEAD, PROJECTOR))
+        if path.suffix == ENDING and whole:
             match = SHARD.fullmatch(path.name)
             stem = path.with_name(match[1]) if match else path.with_suffix("")
             shards.setdefault(str(stem), []).append(name)
@@ -40,17 +42,29 @@ def choose_model(where: str, names: Iterable[str], tag: str) -> list[str]:
 
 
 def choose_head(trunk: str, names: Iterable[str]) -> list[str]:
-    """Return the shards of the file beside a trunk's that holds its MTP head alone, if any."""
+    """Return the shards of the file that holds a trunk's head alone, if any.
+
+    It lies beside the trunk's, or in a folder there.
+    """
     path, names = PurePosixPath(trunk), [*names]
     heads = [
         name
         for name in sorted(names)
-        if (file := PurePosixPath(name)).parent == path.parent
-        and file.suffix == ENDING
-        and file.name.startswith(HEAD)
+        if (file := PurePosixPath(name)).suffix == ENDING
+        and (
+            file.parent == path.parent / HEADS
+            or (file.parent == path.parent and file.name.startswith(HEAD))
+        )
     ]
     named = str(path.with_name(HEAD + path.name))
     return [named] if named in names else heads if len(heads) == 1 else []
+
+
+def name_link(name: str) -> str:
+    """Return what a file is called in a checkpoint's folder; a head's name begins as one's."""
+    path = PurePosixPath(name)
+    marked = path.parent.name != HEADS or path.name.startswith(HEAD)
+    return path.name if marked else HEAD + path.name
 
 
 def name_one(where: str, names: Sequence[str]) -> str:

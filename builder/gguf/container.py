@@ -21,7 +21,9 @@ READ = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
-DRAFT_IDS = "d2t"  # the tensor of a head that has ids, not weights
+DRAFT_IDS = "d2t"
+# Tensors of heads that have ids, not weights, and their types.
+IDS = {DRAFT_IDS: "I64", "masked_embd_ordering": "I32", "mtp_token_ordering.weight": "I32"}
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -113,8 +115,9 @@ class GgufFile:
 
     @property
     def tokenizer(self) -> str:
-        """The name of the way in which texts are split into words."""
-        return str(self.keys.get("tokenizer.ggml.pre"))
+        """The name of the way in which texts are split into words, else of the tokenizer's kind."""
+        kind = self.keys.get("tokenizer.ggml.model")
+        return str(self.keys.get("tokenizer.ggml.pre", kind))
 
     def key(self, name: str, default: Any = None, kind: type | None = None) -> Any:
         """Return a key of the architecture; raise CheckpointError if it is missing or unusable.
@@ -224,7 +227,8 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
         if info.name in tensors:
             raise CheckpointError(f"{path}: tensor {info.name} is there twice")
         kind = kinds.get(info.type)
-        if kind is None or kind.name not in (("I64",) if info.name == DRAFT_IDS else READ):
+        wanted = (IDS[info.name],) if info.name in IDS else READ
+        if kind is None or kind.name not in wanted:
             named = f"number {info.type}" if kind is None else kind.name
             raise CheckpointError(
                 f"{path}: {info.name}: type {named} is not read; supported: {', '.join(READ)}"

@@ -56,6 +56,7 @@ class Architecture:
     tensors: Mapping[str, str]  # of a layer, such as LAYER
     tokenizer: str = ""  # beginning of tokenizer.ggml.pre, if families share an architecture
     splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
+    experts: str = "mlp.experts"  # in a layer
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
     merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = (
         lambda file, layer, tensors: iter(())
@@ -95,7 +96,7 @@ def _list_layer_weights(
     names = architecture.tensors
     for name, tensor in tensors.items():
         if match := STACK.fullmatch(name):
-            yield from _split_experts(f"{layer}.mlp.experts", match[1], tensor)
+            yield from _split_experts(f"{layer}.{architecture.experts}", match[1], tensor)
             continue
         stem, _, ending = name.rpartition(".")
         renamed = names.get(name) or (f"{names[stem]}.{ending}" if stem in names else name)

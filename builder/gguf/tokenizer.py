@@ -33,6 +33,9 @@ class WordSplit:
     normalised: bool = False  # whether texts are brought to NFC before
     adds_bos: bool = False  # whether texts begin with BOS if no key says so
     whole_words: bool = False  # whether a word of the vocabulary is one token whatever the merges
+    # Whether spaces and bytes are as in SentencePiece, and all added tokens are special.
+    spaced: bool = False
+    ends: tuple[str, ...] = ()  # tokens that end answers, beside those that keys name
 
 
 WordSplits = Mapping[str, WordSplit]  # by the key tokenizer.ggml.pre
@@ -65,16 +68,22 @@ def tokenizer_files(file: GgufFile, beside: Path, splits: WordSplits) -> Iterato
     split = splits.get(file.tokenizer)
     if keys.get(f"{AT}model") == SCORED or (split is not None and split.adds_bos):
         flags.setdefault("add_bos_token", True)  # as llama.cpp does
+    if split is not None and split.spaced:
+        flags["add_bos_token"] = True  # whatever the key says, as in llama.cpp
     config = {**named, **flags, "tokenizer_class": "PreTrainedTokenizerFast"}
     yield TOKENIZER_CONFIG, json.dumps(config, ensure_ascii=False)
     if isinstance(template := keys.get("tokenizer.chat_template"), str) and template:
         yield CHAT_TEMPLATE, template
-    yield "generation_config.json", json.dumps(make_generation_config(keys))
+    ends = [tokens.index(name) for name in (split.ends if split else ()) if name in tokens]
+    yield "generation_config.json", json.dumps(make_generation_config(keys, ends))
 
 
-def make_generation_config(keys: Keys) -> dict[str, Any]:
-    """Return the ids that begin and end texts, and the settings that the model's makers advise."""
-    ends = (keys.get(f"{AT}{name}_token_id") for name in ("eos", "eot", "eom"))
+def make_generation_config(keys: Keys, more: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the ids that begin and end texts, and the settings that the model's makers advise.
+
+    more: ids that end texts, beside those that keys name.
+    """
+    ends = [*(keys.get(f"{AT}{name}_token_id") for name in ("eos", "eot", "eom")), *more]
     config: dict[str, Any] = {"eos_token_id": [*dict.fromkeys(i for i in ends if type(i) is int)]}
     if type(bos := keys.get(f"{AT}bos_token_id")) is int:
         config["bos_token_id"] = bos
@@ -90,11 +99,13 @@ def make_tokenizer(file: GgufFile, splits: WordSplits) -> Tokenizer | None:
     if kind == SCORED and isinstance(file.keys.get(f"{AT}scores"), list | memoryview):
         return make_scored_tokenizer(file)
     split = splits.get(file.tokenizer)
-    if kind != "gpt2" or split is None or f"{AT}merges" not in file.keys:
+    if kind not in ("gpt2", file.tokenizer) or split is None or f"{AT}merges" not in file.keys:
         return None
     vocabulary = read_vocabulary(file)
     pairs = file.texts(f"{AT}merges") or []
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in pairs)]
+    if split.spaced:
+        return make_spaced_tokenizer(file, vocabulary, merges, prefix=False, special=True)
     backend = make_bpe(file, vocabulary, merges, ignore_merges=split.whole_words)
     if split.normalised:
         backend.normalizer = normalizers.NFC()
@@ -118,18 +129,34 @@ def make_scored_tokenizer(file: GgufFile) -> Tokenizer:
             left, right = token[:middle], token[middle:]
             if left in vocabulary and right in vocabulary:
                 merges.append((i, -middle, (left, right)))
+    pairs = [pair for *_, pair in sorted(merges)]
+    return make_spaced_tokenizer(file, vocabulary, pairs, prefix=True, special=False)
+
+
+def make_spaced_tokenizer(
+    file: GgufFile,
+    vocabulary: dict[str, int],
+    pairs: list[tuple[str, str]],
+    *,
+    prefix: bool,
+    special: bool,
+) -> Tokenizer:
+    """Make a BPE of SentencePiece's kind, which merges whole texts.
+
+    prefix: whether they get a space before if no key says so. special: whether all added tokens
+    are special, though files mark only those that llama.cpp hides.
+    """
     unknown = file.keys.get(f"{AT}unknown_token_id")
     name = next((token for token, i in vocabulary.items() if i == unknown), None)
-    pairs = [pair for *_, pair in sorted(merges)]
     backend = make_bpe(file, vocabulary, pairs, unk_token=name, fuse_unk=True, byte_fallback=True)
     spaces: list[Any] = [normalizers.Replace(" ", SPACE)]
     plain: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if file.keys.get(f"{AT}add_space_prefix", True):
+    if file.keys.get(f"{AT}add_space_prefix", prefix):
         spaces.insert(0, normalizers.Prepend(SPACE))
         plain.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(spaces)
     backend.decoder = decoders.Sequence(plain)
-    add_tokens(file, backend, vocabulary)
+    add_tokens(file, backend, vocabulary, special)
     return backend
 
 
@@ -159,12 +186,14 @@ def make_bpe(
         raise CheckpointError(f"{file.path}: no usable merges ({error})") from None
 
 
-def add_tokens(file: GgufFile, backend: Tokenizer, vocabulary: dict[str, int]) -> None:
+def add_tokens(
+    file: GgufFile, backend: Tokenizer, vocabulary: dict[str, int], special: bool = False
+) -> None:
     """Tell a tokenizer which of its tokens are found in texts before all others."""
     types = read_types(file, len(file.texts(f"{AT}tokens") or []))
     backend.add_tokens(
         [
-            AddedToken(token, special=types[i] == CONTROL, normalized=False)
+            AddedToken(token, special=special or types[i] == CONTROL, normalized=False)
             for token, i in vocabulary.items()
             if types[i] not in (NORMAL, BYTE) and token.strip(SPACE)
         ]
@@ -174,7 +203,7 @@ def add_tokens(file: GgufFile, backend: Tokenizer, vocabulary: dict[str, int]) -
 def explain_unknown_split(file: GgufFile, splits: WordSplits) -> str | None:
     """Return why no tokenizer is made from the keys; None if one is, or if there are no tokens."""
     kind = str(file.keys.get(f"{AT}model"))
-    known = file.tokenizer in splits if kind == "gpt2" else f"{AT}scores" in file.keys
-    if f"{AT}tokens" not in file.keys or (kind in ("gpt2", SCORED) and known):
+    known = file.tokenizer in splits if kind != SCORED else f"{AT}scores" in file.keys
+    if f"{AT}tokens" not in file.keys or (kind in ("gpt2", SCORED, file.tokenizer) and known):
         return None
     return re.sub(r"\s+", " ", f"its tokenizer ({kind}, pre {file.tokenizer}) is not known")

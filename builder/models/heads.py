@@ -10,6 +10,7 @@ from mtpbuild.builder.models.family import import_lazily
 from mtpbuild.builder.models.gemma4.assistant_config import AssistantConfig, is_assistant
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.gguf.tensors import Architecture
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.weight import Weight
 
@@ -22,7 +23,8 @@ class Head:
     """A kind of head.
 
     rename: a tensor's name in the model, None for one that is not read. attach: puts the head of
-    the model's configuration in place of its modules.
+    the model's configuration in place of its modules. gguf: the architectures of its GGUF files,
+    whose tensors are renamed as those of safetensors files.
     """
 
     config: type[HeadConfig]
@@ -32,6 +34,7 @@ class Head:
     rename: Callable[[str], str | None]
     weights: "Callable[[Any], Iterator[Weight]]"
     attach: "Callable[[CausalLM], object]"
+    gguf: "Callable[[], tuple[Architecture, ...]]"
 
 
 HEADS = (
@@ -42,6 +45,7 @@ HEADS = (
         import_lazily(f"{FOLDER}.eagle3.weights", "rename_tensor"),
         import_lazily(f"{FOLDER}.eagle3.weights", "list_eagle3_weights"),
         import_lazily(f"{FOLDER}.eagle3.model", "attach_head"),
+        import_lazily(f"{FOLDER}.eagle3.gguf", "list_heads"),
     ),
     Head(
         AssistantConfig,
@@ -50,6 +54,7 @@ HEADS = (
         import_lazily(f"{FOLDER}.gemma4.assistant", "rename_tensor"),
         import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
         import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
+        import_lazily(f"{FOLDER}.gemma4.gguf", "list_heads"),
     ),
 )
 
@@ -57,6 +62,11 @@ HEADS = (
 def find_head(raw: Mapping[str, Any]) -> Head | None:
     """Return the kind of head that a config.json describes; None if it is none of them."""
     return next((head for head in HEADS if head.recognises(raw)), None)
+
+
+def list_gguf_heads() -> "dict[str, Architecture]":
+    """Return the architectures of heads' GGUF files, by name."""
+    return {kind.name: kind for head in HEADS for kind in head.gguf()}
 
 
 def find_head_of(config: HeadConfig) -> Head:

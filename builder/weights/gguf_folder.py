@@ -9,13 +9,22 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.hub_cache import find_snapshot
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.gguf.choice import ENDING, HEAD, PROJECTOR, choose_head, choose_model
+from mtpbuild.builder.gguf.choice import (
+    ENDING,
+    HEAD,
+    HEADS,
+    PROJECTOR,
+    choose_head,
+    choose_model,
+    name_link,
+)
 from mtpbuild.builder.gguf.container import (
     SHARD,
     GgufFile,
@@ -27,6 +36,7 @@ from mtpbuild.builder.gguf.mapped import GgufWeight
 from mtpbuild.builder.gguf.tensors import Architecture, list_weights
 from mtpbuild.builder.gguf.tokenizer import WordSplit, explain_unknown_split, tokenizer_files
 from mtpbuild.builder.models import Family, families
+from mtpbuild.builder.models.heads import list_gguf_heads
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import find_user_cache
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
@@ -57,9 +67,18 @@ def find_trunk(folder: Path) -> Path:
 
 
 def find_head(trunk: Path) -> Path | None:
-    """Return the file beside a GGUF file that holds its MTP head alone, if there is one."""
-    heads = choose_head(trunk.name, [path.name for path in trunk.parent.glob(f"{HEAD}*{ENDING}")])
-    return trunk.with_name(heads[0]) if heads else None
+    """Return the file beside a GGUF file that holds its head alone, if there is one."""
+    here = trunk.parent
+    paths = [path for name in (f"{HEAD}*", f"{HEADS}/*") for path in here.glob(name + ENDING)]
+    heads = choose_head(trunk.name, [path.relative_to(here).as_posix() for path in paths])
+    return here / heads[0] if heads else None
+
+
+def find_lone_head(folder: Path) -> Path | None:
+    """Return the file beside a folder's GGUF file whose head is no modules of the trunk, if any."""
+    if not holds_gguf(folder) or (path := find_head(find_trunk(folder))) is None:
+        return None
+    return find_own_path(path) if read_file(path).architecture in list_gguf_heads() else None
 
 
 def find_cached_gguf(repository: str, tag: str, revision: str | None = None) -> Path | None:
@@ -81,7 +100,8 @@ def read_model(folder: Path) -> GgufFile:
     trunk = read_file(path)
     if any("nextn." in name for name in trunk.tensors) or (place := find_head(path)) is None:
         return trunk
-    head = read_file(place)
+    if (head := read_file(place)).architecture in list_gguf_heads():
+        return trunk
     refuse_other(trunk, head)
     blocks = (f"blk.{head.layers + j}." for j in range(head.modules))
     prefixes = tuple(blocks)
@@ -125,13 +145,13 @@ def find_checkpoint_folder(path: Path) -> Path:
     elif path.suffix != ENDING or not path.is_file():
         return path  # reading it tells what is wrong
     path = find_own_path(find_shard_paths(path)[0])
-    paths = find_shard_paths(path)
+    links = {shard.name: shard for shard in find_shard_paths(path)}
     if (head := find_head(path)) is not None:
-        paths += find_shard_paths(head)
-    folder = _cache() / f"{path.stem}-{_hash(paths)}"
+        links |= {name_link(str(shard)): shard for shard in find_shard_paths(head)}
+    folder = _cache() / f"{path.stem}-{_hash([*links.values()])}"
     kept = folder.is_dir()
     try:
-        make_checkpoint(folder, paths, path.parent)
+        make_checkpoint(folder, links, path.parent)
     except CheckpointError:
         if not kept:  # nothing stays of a file that is refused
             shutil.rmtree(folder, ignore_errors=True)
@@ -143,12 +163,15 @@ def find_checkpoint_folder(path: Path) -> Path:
     return folder
 
 
-def make_checkpoint(folder: Path, paths: list[Path], beside: Path) -> None:
-    """Make a folder in which GGUF files are a checkpoint; beside: a folder with other files."""
+def make_checkpoint(folder: Path, links: Mapping[str, Path], beside: Path) -> None:
+    """Make a folder in which GGUF files are a checkpoint; beside: a folder with other files.
+
+    links: the files by their names in the folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for source in paths:
-            link = folder / source.name
+        for name, source in links.items():
+            link = folder / name
             if not link.exists():
                 link.unlink(missing_ok=True)
                 link.symlink_to(source)

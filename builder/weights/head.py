@@ -9,23 +9,18 @@ from typing import Any
 from safetensors import safe_open
 
 from mtpbuild.builder.checkpoint.config import HEAD as HEAD_PREFIX
+from mtpbuild.builder.checkpoint.config import HeadConfig
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_object, read_text_config, refuse_quantised
 from mtpbuild.builder.checkpoint.shards import find_shards, has_weights
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.gguf.choice import ENDING, HEAD
 from mtpbuild.builder.gguf.container import DRAFT_IDS, GgufFile, find_shard_paths, read_file
+from mtpbuild.builder.gguf.tensors import Architecture, list_weights
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
-from mtpbuild.builder.models.eagle3.config import Eagle3Config
-from mtpbuild.builder.models.eagle3.gguf import (
-    ARCHITECTURE,
-    list_head_weights,
-    read_head_values,
-    read_ids,
-)
-from mtpbuild.builder.models.heads import Head, find_head, join_config
+from mtpbuild.builder.models.heads import Head, find_head, join_config, list_gguf_heads
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -64,23 +59,29 @@ def find_head_files(place: Path) -> list[Path]:
     raise CheckpointError(f"--mtp {place}: no safetensors file is in this folder")
 
 
-def read_gguf_head(place: Path) -> GgufFile | None:
-    """Read an EAGLE-3 head in a GGUF file; return None if the place has safetensors files."""
+def read_gguf_head(place: Path) -> tuple[GgufFile, Architecture] | None:
+    """Read a head in a GGUF file; return None if the place has safetensors files.
+
+    Its layers may count as MTP modules in its keys, though there is no trunk before them.
+    """
     path = find_head_files(place)[0]
     if path.suffix != ENDING:
         return None
-    if (file := read_file(path)).architecture != ARCHITECTURE:
+    file, known = read_file(path), list_gguf_heads()
+    if file.architecture not in known:
         raise CheckpointError(
-            f"--mtp {place}: architecture {file.architecture}: {ARCHITECTURE} alone is read here; "
-            f"an MTP head of a GGUF trunk lies beside it as {HEAD}NAME.gguf"
+            f"--mtp {place}: architecture {file.architecture}: only {', '.join(known)} are read "
+            f"here; an MTP head of a GGUF trunk lies beside it as {HEAD}NAME.gguf"
         )
-    return file
+    keys = {**file.keys, f"{file.architecture}.nextn_predict_layers": 0}
+    return replace(file, keys=keys), known[file.architecture]
 
 
 def read_head_file(place: Path) -> dict[str, Any]:
     """Return the config.json beside a head, or what its GGUF file says instead; {} if neither."""
-    if (file := read_gguf_head(place)) is not None:
-        return read_head_values(file)
+    if (head := read_gguf_head(place)) is not None:
+        file, architecture = head
+        return architecture.config(file)
     return read_object(find_head_files(place)[0].parent / CONFIG) or {}
 
 
@@ -91,8 +92,8 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     CheckpointError if there are none, or if they are another model's.
     """
     head = find_head(read_head_file(place))
-    if head is not None and (file := read_gguf_head(place)) is not None:
-        return rename_head(head, describe_gguf(file.path, list_head_weights(file)))
+    if head is not None and (stored_head := read_gguf_head(place)) is not None:
+        return rename_head(head, describe_gguf(stored_head[0].path, list_weights(*stored_head)))
     files, family = find_head_files(place), find_family_of(config)
     folder = files[0].parent
     refuse_quantised(f"--mtp {place}", folder)
@@ -152,20 +153,22 @@ def read_head_config(place: Path, folder: Path, config: ModelConfig) -> ModelCon
         joined = join_config(config, raw, names)
     except CheckpointError as error:
         raise CheckpointError(f"--mtp {place}: {error}") from None
-    if isinstance(joined.head, Eagle3Config) and joined.head.draft_vocab_size:
-        return replace(joined, draft_ids=read_drafted_ids(place, joined.head))
-    return joined
+    assert joined.head is not None
+    return replace(joined, draft_ids=read_drafted_ids(place, joined.head))
 
 
-def read_drafted_ids(place: Path, config: Eagle3Config) -> tuple[int, ...]:
-    """Return the trunk's id of each token that an EAGLE-3 head drafts; () if these are all.
+def read_drafted_ids(place: Path, config: HeadConfig) -> tuple[int, ...]:
+    """Return the trunk's id of each token that a head drafts; () if these are all.
 
     The tensor d2t has the differences of the two ids in safetensors, the trunk's in GGUF.
     """
-    if (head := read_gguf_head(place)) is not None:
-        ids = read_ids(head)
-    else:
+    ids: list[int] | None
+    if (head := read_gguf_head(place)) is None:
         ids = find_drafted_ids(find_head_files(place))
+    elif (tensor := head[0].tensors.get(DRAFT_IDS)) is None:
+        ids = None
+    else:
+        ids = tensor.read().view("<i8").ravel().tolist()
     if ids is None:
         if config.drafted == config.vocab_size:
             return ()

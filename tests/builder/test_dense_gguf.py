@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 import tokenizers
 import torch
+from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from mtpbuild.builder.weights.gguf_folder import list_splits
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.families import make_config, make_family
+from tests.support.gguf_files import usual, write_tensors
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -93,24 +95,22 @@ def write_dense(path: Path, name: str, factors: npt.NDArray[np.float32] | None =
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_rope_freq_base(c.get("rope_theta", 1000000.0))
     counts = {"q": c["num_attention_heads"], "k": c["num_key_value_heads"]}
+    tensors = dict[str, npt.NDArray[np.float32]]()
     for tensor, value in model.state_dict().items():
         if tensor == "lm_head.weight" and c.get("tie_word_embeddings"):
             continue
         if tensor in NAMES:
-            writer.add_tensor(NAMES[tensor], value.numpy())
+            tensors[NAMES[tensor]] = value.numpy()
             continue
         _, _, layer, rest = tensor.split(".", 3)
         part, _, ending = rest.rpartition(".")
         head = part.removeprefix("self_attn.").removesuffix("_proj")
         if name == "llama" and head in counts:
             value = permute(value, counts[head])
-        writer.add_tensor(f"blk.{layer}.{GGUF_NAMES[part]}.{ending}", value.contiguous().numpy())
+        tensors[f"blk.{layer}.{GGUF_NAMES[part]}.{ending}"] = value.contiguous().numpy()
     if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        tensors["rope_freqs.weight"] = factors
+    write_tensors(writer, tensors, usual(Type.F32))
     return path
 
 

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.reference.eagle3 import PlainEagle3, make_head
 from tests.support.families import make_family, save_family
+from tests.support.gguf_files import usual, write_tensors
 from tests.support.invoke import refusal
 from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
@@ -151,18 +153,16 @@ def write_gguf_head(path: Path, raw: dict[str, Any], weights: dict[str, Tensor])
     for key in ("norm_before_residual", "norm_before_fc"):
         writer.add_bool(f"eagle3.{key}", raw.get(key, False))
     heads = {"q": raw["num_attention_heads"], "k": raw["num_key_value_heads"]}
+    tensors = dict[str, Any]()
     for name, value in weights.items():
         if name == "d2t":
-            writer.add_tensor("d2t", (value + torch.arange(len(value))).numpy())
+            tensors["d2t"] = (value + torch.arange(len(value))).numpy()
             continue
         renamed = GGUF_NAMES[name.removeprefix("layers.0.").removesuffix(".weight")]
         if (part := renamed.rpartition("_")[2]) in heads:  # pairs side by side, as Llama's
             value = value.reshape(heads[part], 2, -1, value.shape[-1]).swapaxes(1, 2).flatten(0, 2)
-        writer.add_tensor(f"{renamed}.weight", value.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        tensors[f"{renamed}.weight"] = value.contiguous().numpy()
+    write_tensors(writer, tensors, usual(Type.F32))
     return path
 
 
@@ -192,7 +192,7 @@ def test_other_gguf_files_are_no_head(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     line = refusal("build", "--model", folder, "--mtp", tmp_path / "a.gguf", code=1)
-    assert line.startswith(f"--mtp {tmp_path / 'a.gguf'}: architecture llama: eagle3 alone")
+    assert line.startswith(f"--mtp {tmp_path / 'a.gguf'}: architecture llama: only eagle3,")
 
 
 TRUNKS = [("qwen3", dialect) for dialect in DIALECTS]
@@ -298,7 +298,7 @@ REFUSALS = [
     (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with an EAGLE-3 head has one rank"),
     (("--drafter", "mtp-vanilla"), "--drafter mtp-vanilla: an EAGLE-3 head drafts by mtp-eagle"),
     (("--draft-vocab", "9"), "--draft-vocab: an EAGLE-3 head has its own draft vocabulary"),
-    (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads layers of the whole model"),
+    (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads the whole model"),
     (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
 ]
 

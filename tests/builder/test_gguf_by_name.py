@@ -1,5 +1,6 @@
 """GGUF files of a hub's repository, which `OWNER/NAME:FORMAT` names."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,16 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 
+from mtpbuild.builder.compiler.source import find_source
 from mtpbuild.builder.gguf.choice import choose_head, choose_model
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.head import open_head
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
+from tests.support.gemma4 import make_assistant, make_trunk
+from tests.support.gemma4_gguf import write_head, write_trunk
 from tests.support.gguf_files import random_tensors, split_head, usual, write_gguf
 from tests.support.invoke import invoke, refusal
 from tests.support.loopback_hub import Hosted, LoopbackHub, connect, serving
@@ -81,6 +86,22 @@ def test_shards_and_the_head_beside(hub: LoopbackHub, files: Path) -> None:
     local = open_checkpoint(find_model(str(files / "Qwen-Q8_0-00001-of-00002.gguf")).folder)
     assert checkpoint.tensors.keys() == local.tensors.keys()
     assert "mtp.fc.weight" in local.tensors
+
+
+def test_a_folder_of_heads(hub: LoopbackHub, tmp_path: Path) -> None:
+    folder, name, head = tmp_path / "hosted", "gemma-Q8_0.gguf", "gemma-head-Q8_0.gguf"
+    write_trunk(folder / name, make_trunk("dense"))
+    write_head(folder / "MTP" / head, make_assistant("dense"))
+    hub.repositories["x/y"] = Hosted(folder)
+    download(BuildRequest("x/y:Q8_0", (0,)))
+    assert hub.files == {name}
+    shutil.rmtree(tmp_path / "hf")
+    request = BuildRequest("x/y:Q8_0", (3,))
+    download(request)
+    assert hub.files == {name, head}
+    source = find_source(request)
+    assert source.mtp is not None
+    assert open_head(source.mtp, source.config).tensors.keys() >= {"head.pre_projection.weight"}
 
 
 def test_what_is_wrong_is_told_by_the_header(

@@ -1,6 +1,7 @@
 """Engines with our kernels, and what they say."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +43,9 @@ def save(folder: Path, name: str) -> Path:
         return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
     if (shape := name.removeprefix("gemma4-")) in GEMMA4_SHAPES:
         sizes = GEMMA4_SHAPES[shape]
-        heads = GEMMA4 | {"hidden_size": 32}
-        save_gemma4(make_assistant(shape, backbone=64, **heads), folder.with_name(HEAD))
+        heads: dict[str, Any] = GEMMA4 | {"hidden_size": 32}
+        head = make_assistant(shape, backbone=64, **heads)
+        save_gemma4(head, folder.with_name(HEAD))
         return save_gemma4(make_trunk(shape, **sizes), folder)
     sizes = FAMILIES[name]
     return save_family(folder, name, make_family(name, **sizes), **sizes)

@@ -51,11 +51,16 @@ def make_trunk(shape: str, seed: int = 0, **changes: Any) -> Gemma4ForCausalLM:
 
 
 def make_assistant(
-    shape: str, seed: int = 1, backbone: int = SIZES["hidden_size"], **changes: Any
+    shape: str,
+    seed: int = 1,
+    backbone: int = SIZES["hidden_size"],
+    *,
+    ordered: bool = True,
+    **changes: Any,
 ) -> Gemma4AssistantForCausalLM:
     """Make a head for a trunk of this shape, whose hidden size is `backbone`.
 
-    That of a small trunk has groups of tokens.
+    ordered: whether that of a small trunk has groups of tokens.
     """
     torch.manual_seed(seed)
     sizes = SIZES | {"attention_k_eq_v": SHAPES[shape].get("attention_k_eq_v", True)} | HEAD
@@ -63,7 +68,7 @@ def make_assistant(
     config = Gemma4AssistantConfig(
         text_config=text.to_dict(),
         backbone_hidden_size=backbone,
-        use_ordered_embeddings=shape == "small",
+        use_ordered_embeddings=ordered and shape == "small",
         num_centroids=12,
         centroid_intermediate_top_k=4,
     )

@@ -118,9 +118,17 @@ def write_gguf(
     convert.write_keys(writer, c, convert.count_modules(c))
     if more is not None:
         more(writer)
+    write_tensors(writer, tensors, type_of)
+    return path
+
+
+def write_tensors(writer: gguf.GGUFWriter, tensors: dict[str, Any], type_of: TypeOf) -> None:
+    """Write tensors after the keys that a writer has, and close it."""
     for number, (name, value) in enumerate(tensors.items()):
         kind = type_of(name, value)
-        if kind == Type.F32:
+        if value.dtype.kind == "i":  # ids
+            writer.add_tensor(name, value)
+        elif kind == Type.F32:
             writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
         elif kind == Type.F16:
             writer.add_tensor(name, value.astype(np.float16))
@@ -130,7 +138,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def dequantised(path: Path) -> dict[str, Array]:

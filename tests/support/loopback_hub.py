@@ -19,7 +19,7 @@ import pytest
 
 COMMIT = "c0ffee" + "0" * 34
 API = re.compile(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?")
-STORAGE = re.compile(r"/storage/(.+)//([^/]+).*")
+STORAGE = re.compile(r"/storage/(.+?)//(.+)")
 RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -149,9 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         if hosted is None:
             return
         siblings = list[dict[str, Any]]()
-        for path in sorted(hosted.folder.iterdir()):
-            size = path.stat().st_size
-            one = {"rfilename": path.name, "size": size, "blobId": sha256(path)[:40]}
+        for path in sorted(filter(Path.is_file, hosted.folder.rglob("*"))):
+            size, name_there = path.stat().st_size, path.relative_to(hosted.folder).as_posix()
+            one = {"rfilename": name_there, "size": size, "blobId": sha256(path)[:40]}
             if is_large(path):
                 one["lfs"] = {"sha256": sha256(path), "size": size, "pointerSize": 130}
             siblings.append(one)

@@ -96,7 +96,6 @@ class Eagle3Config(GroupedConfig, HeadConfig):
 
     @property
     def drafted(self) -> int:
-        """The rows of the head's own vocabulary product."""
         return self.draft_vocab_size or self.vocab_size
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtpbuild.builder.gguf.container import DRAFT_IDS, GgufFile
 from mtpbuild.builder.gguf.mapped import GgufWeight
-from mtpbuild.builder.gguf.tensors import LAYER, Architecture, list_weights
+from mtpbuild.builder.gguf.tensors import LAYER, Architecture
 from mtpbuild.builder.models.dense.gguf import read_llama_config, restore_pairs
 from mtpbuild.builder.models.eagle3.config import CLASSES, TAPS
 
@@ -34,22 +34,12 @@ def read_head_values(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def list_head_weights(file: GgufFile) -> list[GgufWeight]:
-    """Return the weights by the names of safetensors files."""
+def list_heads() -> tuple[Architecture, ...]:
     names = LAYER | {"attn_norm_2": "hidden_norm"}
-    head = Architecture(ARCHITECTURE, read_head_values, names, restore=restore_weight)
-    return [*list_weights(file, head)]
+    return (Architecture(ARCHITECTURE, read_head_values, names, restore=restore_weight),)
 
 
 def restore_weight(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
     if tensor == "enc.output_norm.weight":
         return replace(weight, name="input_norm.weight")
     return restore_pairs(file, tensor, weight)
-
-
-def read_ids(file: GgufFile) -> list[int] | None:
-    """Return the target's id of each token that is drafted; None if these are all."""
-    if (ids := file.tensors.get(DRAFT_IDS)) is None:
-        return None
-    listed: list[int] = ids.read().view("<i8").ravel().tolist()
-    return listed

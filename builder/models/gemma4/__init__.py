@@ -24,6 +24,7 @@ FAMILY = Family(
     copies=list_tied_head,
     cache_widths=config.cache_widths,
     cache_sections=config.cache_sections,
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
     windows=config.list_windows,
     split_sizes=config.split_sizes,
     costs=config.costs,

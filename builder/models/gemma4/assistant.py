@@ -19,7 +19,8 @@ from mtpbuild.builder.models.gemma4.model import GemmaLayer, WindowPositions
 from mtpbuild.builder.models.gemma4.weights import list_layer_weights
 
 TO = "mtp.0"
-TIED = "lm_head.weight"  # the embedding, if a checkpoint has both
+# The embedding, if a checkpoint has it twice; the groups of tokens of GGUF files.
+LEFT_OUT = ("lm_head.", "masked_embd", "mtp_centroids", "mtp_token_ordering")
 
 
 class TokenGroups(nn.Module):
@@ -86,7 +87,7 @@ def attach_assistant(model: CausalLM) -> None:
 
 def rename_tensor(name: str) -> str | None:
     """Return a tensor's name in the model; None for one that is not read."""
-    return None if name == TIED else f"{HEAD}.{name.removeprefix('model.')}"
+    return None if name.startswith(LEFT_OUT) else f"{HEAD}.{name.removeprefix('model.')}"
 
 
 def list_assistant_weights(c: AssistantConfig) -> Iterator[Weight]:
