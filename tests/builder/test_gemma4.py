@@ -29,6 +29,7 @@ from mtpbuild.runtime.ranks import ALONE
 from tests.reference.eager import EagerPrograms
 from tests.support.gemma4 import (
     SHAPES,
+    Generator,
     Head,
     Trunk,
     continue_greedily,
@@ -75,6 +76,14 @@ def test_the_published_spelling_of_sizes(tmp_path: Path) -> None:
     vision = {"model_type": "gemma4", "text_config": raw, "vision_config": {"hidden_size": 8}}
     path.write_text(json.dumps(vision | {"architectures": ["Gemma4ForConditionalGeneration"]}))
     assert load_config(tmp_path) == config
+
+
+def test_layers_of_one_size(tmp_path: Path) -> None:
+    """As transformers writes them, without a size of the layers that see all rows."""
+    trunk = make_trunk("dense", global_head_dim=6, num_global_key_value_heads=None)
+    config: Any = load_config(save(trunk, tmp_path))
+    assert (config.global_head_dim, config.num_global_key_value_heads) == (6, 2)
+    open_checkpoint(tmp_path).check(config)
 
 
 def load(shape: str, place: Path) -> tuple[CausalLM, Trunk, Head]:
@@ -286,6 +295,99 @@ def test_prompts_branch_behind_windows(windowed: Path) -> None:
         prompts = [known[:300], rng.integers(3, 60, 290).tolist(), known[:100]]
         for result, alone in zip(warm.generate(prompts, params), prompts, strict=True):
             assert result.token_ids == cold.generate(alone, params).token_ids
+
+
+def train(trunk: Trunk, head: Head, steps: int = 700) -> None:
+    """Train a head on what its trunk says, so that its drafts are often right."""
+    trunk.requires_grad_(False)
+    embed, last = trunk.get_input_embeddings(), head.config.get_text_config().vocab_size
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.01)
+    torch.manual_seed(0)
+    for _ in range(steps):
+        prompts = torch.randint(3, last, (24, 3))
+        tokens = trunk.generate(prompts, max_new_tokens=16, do_sample=False)
+        newest = int(torch.randint(4, 15, ()))
+        outputs = trunk(
+            tokens[:, :newest], output_hidden_states=True, return_shared_kv_states=True,
+            use_cache=False,
+        )  # fmt: skip
+        hidden, loss = outputs.hidden_states[-1][:, -1:], torch.zeros(())
+        for k in range(NEXTN):
+            drafts = head(
+                inputs_embeds=torch.cat([embed(tokens[:, newest + k, None]), hidden], dim=-1),
+                position_ids=torch.tensor([[newest]]),
+                shared_kv_states=outputs.shared_kv_states,
+            )
+            hidden = drafts.last_hidden_state
+            logits = drafts.logits[:, 0]
+            loss = loss + torch.nn.functional.cross_entropy(logits, tokens[:, newest + k + 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    head.requires_grad_(False)
+
+
+def count_steps(trunk: Trunk, head: Head, prompt: list[int], count: int) -> int:
+    """Return how often transformers runs the trunk in assisted generation.
+
+    Its loop shows the head the row of the first rejected draft, too; here that is cut off.
+    """
+    calls, forward, draft_by = 0, trunk.forward, Generator.get_candidates
+
+    def draft_without(generator: Any, ids: Tensor, **named: Any) -> Any:
+        outputs, kept = named["model_outputs"], ids.shape[1] - 1
+        if outputs is not None:
+            outputs.shared_kv_states = {
+                kind: tuple(part[:, :, :kept] for part in both)
+                for kind, both in outputs.shared_kv_states.items()
+            }
+        return draft_by(generator, ids, **named)
+
+    def run(*operands: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return forward(*operands, **named)
+
+    head.generation_config.num_assistant_tokens = NEXTN
+    trunk.generation_config.eos_token_id = None
+    trunk.generation_config.max_length = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trunk, "forward", run)
+        patch.setattr(Generator, "get_candidates", draft_without)
+        trunk.generate(
+            torch.tensor([prompt]), assistant_model=head, max_new_tokens=count, do_sample=False
+        )
+    return calls
+
+
+@pytest.mark.full
+def test_as_many_drafts_are_accepted_as_by_transformers(tmp_path: Path) -> None:
+    """Contexts are shorter than windows: beyond, transformers shows more rejected drafts' rows."""
+    torch.manual_seed(0)
+    trunk, head = (make("dense", sliding_window=80) for make in (make_trunk, make_assistant))
+    train(trunk, head)
+    folder, assistant = save(trunk, tmp_path / "trunk"), save(head, tmp_path / "head")
+    request = build_request(folder, (NEXTN,), out=tmp_path / "e", mtp=assistant, max_seq_len=100)
+    ours, theirs, rng = list[int](), list[int](), np.random.default_rng(0)
+    with Engine.load(build(request)[0].folder) as engine:
+        for _ in range(12):
+            prompt = rng.integers(3, 60, 5).tolist()
+            result = engine.generate(prompt, SamplingParams(max_tokens=33, ignore_eos=True))
+            ours.append(result.from_draft.count(False))  # a token of each step's own
+            theirs.append(count_steps(trunk, head, prompt, 33))
+    assert sum(theirs) < 0.75 * 12 * 33, "the head is seldom right"
+    assert all(abs(a - b) <= 1 for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.full
+def test_steps_of_few_drafts_and_of_many(tmp_path: Path) -> None:
+    trunk, head = make_trunk("dense"), make_assistant("dense")
+    folder, assistant = save(trunk, tmp_path / "trunk"), save(head, tmp_path / "head")
+    request = build_request(folder, ("auto",), out=tmp_path / "e", mtp=assistant, max_seq_len=300)
+    prompt = np.random.default_rng(1).integers(3, 60, 40).tolist()
+    with Engine.load(build(request)[0].folder) as engine:
+        result = engine.generate(prompt, SamplingParams(max_tokens=200, ignore_eos=True))
+        assert result.token_ids == continue_greedily(trunk, prompt, 200)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [

@@ -11,9 +11,7 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4TextConfig,
 )
-from transformers.generation.candidate_generator import (
-    SinglePositionMultiTokenCandidateGenerator,
-)
+from transformers.generation import candidate_generator
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
@@ -41,6 +39,7 @@ HEAD: dict[str, Any] = {
     "hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_kv_shared_layers": 3,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+Generator = candidate_generator.SinglePositionMultiTokenCandidateGenerator
 Trunk, Head = Gemma4ForCausalLM, Gemma4AssistantForCausalLM
 
 
@@ -118,9 +117,7 @@ def draft(
     head.generation_config.num_assistant_tokens = count
     settings = trunk.generation_config
     settings.max_length = len(tokens) + count + 2
-    generator = SinglePositionMultiTokenCandidateGenerator(
-        head, trunk.get_input_embeddings(), settings
-    )
+    generator = Generator(head, trunk.get_input_embeddings(), settings)
     _, logits = generator.get_candidates(
         known, {}, outputs, is_first_iteration=False, n_last_matches=0
     )

@@ -64,8 +64,8 @@ class Gemma4Config(MoEConfig):
             raise CheckpointError("text_config must be an object")
         return cls.read(Reader(cls.spell(text), cls.usual))
 
-    @staticmethod
-    def spell(text: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def spell(cls, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of both spellings in one, under the names of the fields."""
         mixture = text.get("enable_moe_block")
         values = {
@@ -74,12 +74,15 @@ class Gemma4Config(MoEConfig):
             "num_experts_per_tok": text.get("top_k_experts") if mixture else 1,
             "moe_intermediate_size": text.get("moe_intermediate_size") if mixture else 1,
         }
-        sizes = read_full_sizes(text)
-        values["global_head_dim"] = sizes.get("head_dim", text.get("global_head_dim", 512))
-        heads = text.get("num_key_value_heads")
-        if text.get("attention_k_eq_v"):
+        sizes, heads = read_full_sizes(text), text.get("num_key_value_heads")
+        width = text.get("global_head_dim", 512)
+        if sizes is not None:
+            width = sizes.get("head_dim", text.get("head_dim"))
+            heads = sizes.get("num_key_value_heads", heads)
+        elif text.get("attention_k_eq_v"):
             heads = text.get("num_global_key_value_heads") or heads
-        values["num_global_key_value_heads"] = sizes.get("num_key_value_heads", heads)
+        values["global_head_dim"] = width or cls.usual["head_dim"]
+        values["num_global_key_value_heads"] = heads
         return values
 
     @classmethod
@@ -161,11 +164,14 @@ def read_kinds(read: Reader) -> tuple[bool, ...]:
     return (*(kind == FULL for kind in kinds[:-1]), True)
 
 
-def read_full_sizes(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes that transformers writes for layers that see all rows; {} if it does not."""
+def read_full_sizes(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the sizes of layers that see all rows, as far as they differ from the others'.
+
+    None: the file has them in the published spelling.
+    """
     configs = text.get(LAYER_CONFIGS)
     if configs is None:
-        return {}
+        return None
     if not isinstance(configs, dict) or not all(isinstance(v, dict) for v in configs.values()):
         raise CheckpointError(f"{LAYER_CONFIGS} must be an object of objects")
     kinds = text.get("layer_types") or []
