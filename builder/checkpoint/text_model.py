@@ -9,6 +9,7 @@ MODULES = "mtp."  # prefix of MTP modules, which some write inside the model
 TOWERS = (
     *("model.visual.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
     *("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+    *("model.vision_embedder.", "model.audio_embedder."),
 )
 STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
 # MLX's stacks, of experts and of kv_b_proj's heads, and a part of their numbers.

@@ -37,6 +37,7 @@ from tests.support.gemma4 import (
     continue_greedily,
     draft,
     make_assistant,
+    make_multimodal,
     make_trunk,
     save,
 )
@@ -52,18 +53,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def load_plain(folder: Path) -> Any:
+    """Return the plain model of a checkpoint, whose tensors fit the family's table."""
+    config, checkpoint = load_config(folder), open_checkpoint(folder)
+    checkpoint.check(config)
+    plain = find_family_of(config).reference(config)
+    names = plain.state_dict().keys() - {"lm_head.weight"}
+    plain.load_state_dict({name: checkpoint.read(name) for name in names}, strict=False)
+    return plain
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_plain_model_is_transformers(shape: str, tmp_path: Path) -> None:
     trunk = make_trunk(shape)
-    config = load_config(save(trunk, tmp_path))
-    checkpoint = open_checkpoint(tmp_path)
-    checkpoint.check(config)
-    plain = find_family_of(config).reference(config)
-    stored = {
-        name: checkpoint.read(name) for name in plain.state_dict() if name != "lm_head.weight"
-    }
-    plain.load_state_dict(stored, strict=False)
-    tokens = torch.randint(3, 60, (2, 30))
+    plain, tokens = load_plain(save(trunk, tmp_path)), torch.randint(3, 60, (2, 30))
     with torch.no_grad():
         wanted = trunk(tokens).logits
         torch.testing.assert_close(plain.logits(plain.main(tokens)), wanted, atol=1e-4, rtol=1e-4)
@@ -78,6 +81,21 @@ def test_the_published_spelling_of_sizes(tmp_path: Path) -> None:
     vision = {"model_type": "gemma4", "text_config": raw, "vision_config": {"hidden_size": 8}}
     path.write_text(json.dumps(vision | {"architectures": ["Gemma4ForConditionalGeneration"]}))
     assert load_config(tmp_path) == config
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_towers_are_left_out(unified: bool, tmp_path: Path) -> None:
+    model = make_multimodal(unified)
+    assert open_checkpoint(save(model, tmp_path)).tower > 5
+    plain = find_family_of(config).reference(config)
+    stored = {
+        name: checkpoint.read(name) for name in plain.state_dict() if name != "lm_head.weight"
+    }
+    plain.load_state_dict(stored, strict=False)
+    tokens = torch.randint(3, 60, (1, 20))
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+        torch.testing.assert_close(plain.logits(plain.main(tokens)), wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_layers_of_one_size(tmp_path: Path) -> None:

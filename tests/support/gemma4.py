@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     Gemma4AssistantConfig,
@@ -75,6 +76,27 @@ def make_assistant(
     if head.masked_embedding is not None:
         head.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
     return head
+
+
+def make_multimodal(unified: bool) -> Any:
+    """Make a trunk beside towers for images and sound."""
+    torch.manual_seed(0)
+    kind = "Gemma4Unified" if unified else "Gemma4"
+    names = {**SIZES} if not unified else {k: v for k, v in SIZES.items() if "per_layer" not in k}
+    text = getattr(transformers, f"{kind}TextConfig")(**names).to_dict()
+    vision = {
+        "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4,
+        "position_embedding_size": 32,
+    }  # fmt: skip
+    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if unified:
+        vision = {"mm_embed_dim": 16, "output_proj_dims": 12, "mm_posemb_size": 8}
+        audio = {"audio_embed_dim": 16}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, audio_config=audio
+    )
+    return spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
 
 
 @torch.no_grad()

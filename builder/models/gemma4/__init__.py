@@ -15,6 +15,7 @@ FAMILY = Family(
     architectures=(
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForCausalLM",
         "Gemma4UnifiedForConditionalGeneration",
     ),
     model_type="gemma4_text",
