@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from one.files import Workshop, on_disk
-from one.published import DRAFTING, PLAIN, PROMPT, SHORT
+from one.published import DRAFTING, PLAIN, SHORT
 from one.shapes import MOE, published
 from one.sides import WARM, decode, ours, prompt
 from rich.console import Console
@@ -89,7 +89,7 @@ FIGURES = {
     "prompt": Figure("4 layers of 10B: tokens/s of a prompt over a step's", 0.25, 15, True),
     "int8": Figure("a step after 1,950 tokens: int8 caches over fp32", 0.1, 0.75),
 }
-LAYERS, CACHED = 4, 1950
+LAYERS, CACHED, PROMPT = 4, 1950, 256
 
 
 def build_and_serve() -> dict[str, float]:

@@ -27,7 +27,7 @@ from one.prompts import Prompts
 from one.published import Published
 from one.run import Run
 from one.section import Found, Section
-from one.shapes import DENSE, HYBRIDS, MOE
+from one.shapes import DENSE, HYBRIDS, MOE, WINDOWED
 from rich.console import Console
 from rich.table import Table
 from script import PEERS, run
@@ -41,6 +41,24 @@ def hybrid(recipe: str, nextn: int) -> Published:
     return Published(recipe, nextn, rates, reduced_gain=1.7, filled=False, their_gain=1.4)
 
 
+def windowed(recipe: str, layers: int, *, dense: bool) -> Published:
+    """Return the section of a Gemma-4 with caches of int8 and its assistant's three drafts."""
+    return Published(
+        recipe,
+        3,
+        (0.8, 0.64, 0.51),
+        own_gain=1.9 if dense else 1.2,
+        layers=layers,
+        long=8192,
+        prompt=1024,
+        flags=("--cache-dtype", "int8"),
+        short_aim=1.0 if dense else 0.8,
+        long_aim=0.9 if dense else 0.7,
+        prompt_aim=2.0,
+        filled=False,
+    )
+
+
 SECTIONS: dict[str, Section] = {
     "moe": Published(MOE, 1, (0.85,), reduced_gain=1.3, gain=1.15, disk=6.8),
     # The first draft is accepted with probability 0.85, then the second one with 0.7.
@@ -51,6 +69,8 @@ SECTIONS: dict[str, Section] = {
     "hybrid": hybrid(HYBRIDS[0], 3),
     "hybrid-4b": hybrid(HYBRIDS[1], 2),
     "hybrid-9b": hybrid(HYBRIDS[2], 2),
+    "windowed": windowed(WINDOWED[0], 8, dense=True),
+    "windowed-moe": windowed(WINDOWED[1], 12, dense=False),
 }
 WIDTH = 150  # least columns of the output
 

@@ -7,7 +7,7 @@ be no faster than its bytes over the bandwidth, nor than its operations over the
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,14 +16,18 @@ from mtpbuild.builder.models.common.weight import WHOLE, find_weight_of
 from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.plan.weight_classes import find_layout
 from mtpbuild.builder.weights.placed import read_places
+from mtpbuild.builder.weights.table import list_weights
 from mtpbuild.lab.forecast.cpu import make_engine_model
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
+from mtpbuild.runtime.contract.drafters import ASSISTANT, VANILLA
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
+from one.shapes import Shape
 
-FP16 = 2
+ENDS = ("embedding", "head", "module head", "draft_head")  # groups of weights
+CACHED = ("rows", "window")  # roles of caches
 OUR_STATES, THEIR_STATES = 3, 2  # reads and writes of a recurrent state in a pass
 
 
@@ -65,7 +69,7 @@ class Counted:
         """Count a step of the engine, drafts included."""
         manifest = read_manifest(engine)
         nextn, passes = manifest.build.nextn, draft_passes(manifest)
-        held, rows = sum_weight_bytes(engine, self.config), count_row_bytes(manifest)
+        held = sum_weight_bytes(engine, self.config)
         modules = max(1, self.config.num_nextn_predict_layers)
         verified = self.share(batch * (nextn + 1))
         read = held["trunk"] + held["head"] + held["trunk, routed"] * verified
@@ -73,16 +77,18 @@ class Counted:
             routed = held["module, routed"] * self.share(batch * tokens)
             read += (held["module"] + routed) / modules
         read += nextn * (held["draft_head"] or held["module head"] / modules or held["head"])
-        read += batch * context * (rows["kv"] + len(passes) * rows["mtp_kv"])
-        read += batch * OUR_STATES * self.model.state_bytes
-        kind = "int8" if any(spec.dtype == "int8" for spec in manifest.state) else "fp32"
-        return Cost(read, *self.operations(nextn, context, batch), kind)
+        cache = next((spec.dtype for spec in manifest.state if spec.role in CACHED), "float32")
+        rows, products, attention = self.cached(nextn, StepLoad(batch, context, cache))
+        read += rows + batch * OUR_STATES * self.model.state_bytes
+        return Cost(read, products, attention, "int8" if cache == "int8" else "fp32")
 
-    def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
-        """Count the operations of products, and those of attention."""
-        parts = self.model.step(nextn, StepLoad(batch, context, "float32"))
-        attention = sum(part.operations for part in parts if part.name.endswith("caches"))
-        return sum(part.operations for part in parts) - attention, attention
+    def cached(self, nextn: int, load: StepLoad) -> tuple[float, float, float]:
+        """Count the bytes of cached rows, the operations of products, and those of attention."""
+        parts = self.model.step(nextn, load)
+        caches = [part for part in parts if part.name.endswith("caches")]
+        attention = sum(part.operations for part in caches)
+        products = sum(part.operations for part in parts) - attention
+        return sum(part.bytes for part in caches), products, attention
 
     def prompt(self, engine: Path, length: int) -> Cost:
         """Count a prompt in one pass, without attention, whose operations depend on its form."""
@@ -109,16 +115,18 @@ class Counted:
             if tied or not name.startswith("token_embd.")
         )
         read += batch * THEIR_STATES * self.model.state_bytes
-        widths = find_family_of(self.config).cache_widths(self.config, ALONE)
-        row = sum(widths[: self.config.num_hidden_layers]) * FP16
-        products, attention = self.operations(0, context, tokens)
-        return Cost(read + batch * context * row, products, attention)
+        # All tokens of a sequence read the same rows.
+        rows, *_ = self.cached(0, StepLoad(batch, context, "bfloat16"))
+        _, products, attention = self.cached(0, StepLoad(tokens, context, "bfloat16"))
+        return Cost(read + rows, products, attention)
 
 
-def count(checkpoint: Path) -> Counted:
-    """Count a checkpoint, which may be deleted afterwards."""
-    layout = find_layout(str(checkpoint), None)
-    return Counted(layout.config, make_engine_model(layout, None))
+def count(checkpoint: Path, shape: Shape) -> Counted:
+    """Count a checkpoint, which may be deleted afterwards, and its head, if the shape has one."""
+    layout, scheme = find_layout(str(checkpoint), None), None
+    if shape.head is not None:
+        layout, scheme = replace(layout, config=shape.joined), shape.scheme
+    return Counted(layout.config, make_engine_model(layout, scheme))
 
 
 def draft_passes(manifest: Manifest) -> list[int]:
@@ -126,13 +134,15 @@ def draft_passes(manifest: Manifest) -> list[int]:
     nextn = manifest.build.nextn
     if not nextn:
         return []
-    vanilla = manifest.build.drafter == "mtp-vanilla"
+    if manifest.build.drafter == ASSISTANT:
+        return [1] * nextn
+    vanilla = manifest.build.drafter == VANILLA
     return [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
 
 
 def sum_weight_bytes(engine: Path, config: ModelConfig) -> Counter[str]:
     """Sum the bytes in the weights file by their use in a step."""
-    table = find_family_of(config).weight_table(config, WHOLE)
+    table = list_weights(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
     for name, place in read_places(engine / WEIGHTS).items():
@@ -141,8 +151,8 @@ def sum_weight_bytes(engine: Path, config: ModelConfig) -> Counter[str]:
     return found
 
 
-def group(name: str, routed: set[str]) -> str:
-    """Return the group of a weight, from its name in the program."""
+def group(name: str, routed: Container[str] = ()) -> str:
+    """Return the group of a weight, from its name in the program; routed: the experts' names."""
     leaf, module = name.rpartition(".")[2], name.startswith("mtp.")
     if leaf == "embed_tokens":
         return "embedding"

@@ -10,7 +10,7 @@ from pathlib import Path
 from script import convert, run_command
 
 from one.cost import Counted, count
-from one.random_checkpoint import write_checkpoint
+from one.random_checkpoint import write_checkpoint, write_head
 from one.shapes import Shape
 
 QUARTER = 4  # a reduced draft vocabulary has a quarter of the tokens
@@ -30,22 +30,33 @@ class Workshop:
         return self.folder / "checkpoint"
 
     @property
+    def head(self) -> Path:
+        return self.folder / "head"
+
+    @property
     def vocabulary(self) -> int:
         return self.shape.config.vocab_size
 
     def write_checkpoint(self) -> Counted:
         self.watch(f"writing a checkpoint of {self.shape.name}, {self.shape.weights}")
         write_checkpoint(self.checkpoint, self.shape)
+        if self.shape.head is not None:
+            write_head(self.head, self.shape)
         self._weigh()
-        return count(self.checkpoint)
+        return count(self.checkpoint, self.shape)
 
     def build(self, name: str, nextns: tuple[int | str, ...], *flags: str) -> list[Path]:
-        """Build engines of the checkpoint, one folder each; one build's engines share weights."""
+        """Build engines of the checkpoint, one folder each; one build's engines share weights.
+
+        Those that draft have the head, if the shape has one.
+        """
         self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
         out = self.folder / name
         numbers = ",".join(map(str, nextns))
         place = out / f"n{numbers}" if len(nextns) == 1 else out
         command = ["-m", "mtpbuild", "build", "--model", str(self.checkpoint), "--nextn", numbers]
+        if self.shape.head is not None and nextns != (0,):
+            command += ["--mtp", str(self.head)]
         run_command([sys.executable, *command, "--out", str(place), *flags])
         self._weigh()
         return [next(out.glob(f"*n{nextn}")) for nextn in nextns]

@@ -1,18 +1,19 @@
 """Compares a published shape in int4 with llama.cpp's Q4_0: disk, memory, start, speed, drafts.
 
 There are three engines: nextn 0 and one that drafts, which share a weights file, and one with
-drafts over a quarter of the vocabulary.
+drafts over a quarter of the vocabulary, where a reduced vocabulary is a choice.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from mtpbuild.runtime.contract.manifest import read_manifest
-from one.cost import Counted, as_json, sum_weight_bytes
+from mtpbuild.builder.models.common.weight import WHOLE
+from mtpbuild.builder.weights.table import list_weights
+from one.cost import ENDS, Counted, as_json, group, sum_weight_bytes
 from one.files import Workshop, on_disk
 from one.report import Aim, Row, over, rate, scaled, table
 from one.run import Run
@@ -21,7 +22,7 @@ from one.shapes import Shape, published
 from one.sides import LLAMA, LLAMA_MTP, Side, decode, ours, prompt, take_turns
 
 PLAIN, DRAFTING, REDUCED = "nextn 0", "drafting", "drafting, a quarter"
-SHORT, LONG, PROMPT = 32, 1024, 256
+SHORT = 32
 GB, WEIGHTS = 1e-9, "int4"
 STEP = 1.1  # a step with drafts may take this factor more than its ratio of bytes
 
@@ -30,16 +31,26 @@ STEP = 1.1  # a step with drafts may take this factor more than its ratio of byt
 class Published:
     """A recipe's section, with the rates at which drafts are accepted, and aims.
 
-    rates: unconditional, as for `--synthetic-acceptance-rates`. Aims: disk, GB of all layers; gain
-    and reduced_gain, tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
+    rates: unconditional, as for `--synthetic-acceptance-rates`. flags: of all builds. Aims: disk,
+    GB of all layers; short and long_aim, a token's time over llama.cpp's; prompt_aim, gain and
+    reduced_gain, tokens/s over llama.cpp's, the last two with drafts of all tokens and of a quarter
+    (None: not built); own_gain, tokens/s with drafts over those without.
     """
 
     recipe: str
     nextn: int
     rates: tuple[float, ...]
-    reduced_gain: float
+    reduced_gain: float | None = None
     gain: float | None = None
+    own_gain: float | None = None
     disk: float | None = None
+    layers: int | None = None  # most layers; None: all
+    long: int = 1024  # cached tokens
+    prompt: int = 256
+    flags: tuple[str, ...] = ()
+    short_aim: float = 1.0
+    long_aim: float = 1.0
+    prompt_aim: float = 1.5
     # Long caches are filled without a prompt. That is impossible for llama.cpp's recurrent states.
     filled: bool = True
     their_gain: float | None = None  # tokens/s over llama.cpp's with its MTP, if it has one
@@ -50,7 +61,13 @@ class Published:
         return 1 + sum(self.rates)
 
     def shape(self, layers: int | None) -> Shape:
-        return published(self.recipe, layers)
+        given = [count for count in (layers, self.layers) if count is not None]
+        return published(self.recipe, min(given, default=None))
+
+    @property
+    def drafting(self) -> tuple[str, ...]:
+        """The names of the engines that draft."""
+        return (DRAFTING,) if self.reduced_gain is None else (DRAFTING, REDUCED)
 
     def measure(self, run: Run) -> Data:
         shape = self.shape(run.layers)
@@ -80,17 +97,20 @@ class Published:
         }
 
     def build(self, shop: Workshop) -> dict[str, Path]:
-        length = ("--max-seq-len", str(LONG + 512))
-        plain, drafting = shop.build("whole", (0, self.nextn), *length)
-        flags = (*length, "--draft-vocab", shop.draft_vocab())
-        (reduced,) = shop.build("quarter", (self.nextn,), *flags)
-        return {PLAIN: plain, DRAFTING: drafting, REDUCED: reduced}
+        flags = ("--max-seq-len", str(self.long + 512), *self.flags)
+        plain, drafting = shop.build("whole", (0, self.nextn), *flags)
+        engines = {PLAIN: plain, DRAFTING: drafting}
+        if REDUCED in self.drafting:
+            less = (*flags, "--draft-vocab", shop.draft_vocab())
+            (engines[REDUCED],) = shop.build("quarter", (self.nextn,), *less)
+        return engines
 
     def our_sides(self, engines: dict[str, Path], run: Run, vocabulary: int) -> Iterator[Side]:
         """Yield our sides; "short" comes first, as its memory counts and later asks add more."""
         short = {"short": decode(run.steps, SHORT, filled=False)}
         accepted = {"accepted": decode(run.steps, SHORT, filled=False, rates=self.rates)}
-        plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG, filled=self.filled)}
+        long = decode(run.steps, self.long, filled=self.filled)
+        plain = {"prompt": prompt(self.prompt), "long": long}
         for name, engine in engines.items():
             rest = plain if name == PLAIN else accepted
             yield ours(name, engine, short | rest, vocabulary)
@@ -99,11 +119,11 @@ class Published:
         assert run.peers is not None
         asks = {
             "short": decode(run.steps, SHORT, filled=False),
-            "prompt": prompt(PROMPT),
-            "long": decode(run.steps, LONG, filled=self.filled),
+            "prompt": prompt(self.prompt),
+            "long": decode(run.steps, self.long, filled=self.filled),
             "verify": decode(run.steps, SHORT, filled=False, window=self.nextn + 1),
         }
-        return Side(LLAMA, run.peers, gguf, asks, vocabulary)
+        return Side(LLAMA, run.peers, gguf, asks, vocabulary, max(self.prompt, self.long) + 64)
 
     def their_drafting_side(self, gguf: Path, run: Run, vocabulary: int) -> Side:
         assert run.peers is not None
@@ -113,15 +133,15 @@ class Published:
     def our_costs(self, counted: Counted, engines: dict[str, Path]) -> Data:
         plain = engines[PLAIN]
         costs = {name: counted.step(engine, SHORT, 1) for name, engine in engines.items()}
-        costs["long"] = counted.step(plain, LONG, 1)
-        costs["prompt"] = counted.prompt(plain, PROMPT)
+        costs["long"] = counted.step(plain, self.long, 1)
+        costs["prompt"] = counted.prompt(plain, self.prompt)
         return as_json(costs)
 
     def their_costs(self, counted: Counted, tensors: dict[str, int]) -> Data:
         costs = {
             LLAMA: counted.gguf(tensors, SHORT, 1),
-            f"{LLAMA}, long": counted.gguf(tensors, LONG, 1),
-            f"{LLAMA}, prompt": counted.gguf_prompt(tensors, PROMPT),
+            f"{LLAMA}, long": counted.gguf(tensors, self.long, 1),
+            f"{LLAMA}, prompt": counted.gguf_prompt(tensors, self.prompt),
             f"{LLAMA}, verify": counted.gguf(tensors, SHORT, 1, self.nextn + 1),
         }
         return as_json(costs)
@@ -156,23 +176,24 @@ class Published:
     def times(self, found: Found) -> Iterator[Row]:
         """Yield rows of single tokens, and of a prompt."""
         measured = found.measured
-        for ask, context in (("short", SHORT), ("long", LONG)):
+        asks = ("short", SHORT, self.short_aim), ("long", self.long, self.long_aim)
+        for ask, context, aim in asks:
             own, other = measured.step(PLAIN, ask), measured.step(LLAMA, ask)
             costs = (PLAIN, LLAMA) if ask == "short" else (ask, f"{LLAMA}, {ask}")
             row = found.timed(f"token after {context}, nextn 0", (own, other), costs, WEIGHTS)
-            yield row.judge(over(own, other), Aim(1.0))
+            yield row.judge(over(own, other), Aim(aim))
         own, other = measured.prompt(PLAIN, "prompt"), measured.prompt(LLAMA, "prompt")
         bounds = (found.bound(name, WEIGHTS) for name in ("prompt", f"{LLAMA}, prompt"))
-        speeds = (*(rate(PROMPT, seconds) for seconds in (own, other, *bounds)),)
-        row = Row(f"prompt of {PROMPT}", "tokens/s", speeds)
-        yield row.judge(over(other, own), Aim(1.5, at_least=True))
+        speeds = (*(rate(self.prompt, seconds) for seconds in (own, other, *bounds)),)
+        row = Row(f"prompt of {self.prompt:,}", "tokens/s", speeds)
+        yield row.judge(over(other, own), Aim(self.prompt_aim, at_least=True))
 
     def steps(self, found: Found) -> Iterator[Row]:
         """Yield ratios of a step with drafts to one without, with the ratio of their bytes."""
         measured, plain = found.measured, found.cost(PLAIN)
         own, other = measured.step(PLAIN, "short"), measured.step(LLAMA, "verify")
         assert plain is not None
-        for name in (DRAFTING, REDUCED):
+        for name in self.drafting:
             step, cost = measured.step(name, "short"), found.cost(name)
             assert cost is not None
             beside = cost.bytes / plain.bytes
@@ -185,27 +206,40 @@ class Published:
         measured = found.measured
         other = rate(1, measured.step(LLAMA, "short"))
         their_bound = rate(1, found.bound(LLAMA, WEIGHTS))
-        for name, gain in ((DRAFTING, self.gain), (REDUCED, self.reduced_gain)):
+        gains = {DRAFTING: self.gain, REDUCED: self.reduced_gain}
+        for name in self.drafting:
+            gain = gains[name]
             own = rate(self.accepted, measured.step(name, "accepted"))
             bound = rate(self.accepted, found.bound(name, WEIGHTS))
             label = f"{self.accepted:.2f} tokens a step, {name}"
             row = Row(label, "tokens/s", (own, other, bound, their_bound))
             yield row.judge(over(own, other), None if gain is None else Aim(gain, at_least=True))
+        if self.own_gain is not None:
+            own = rate(self.accepted, measured.step(DRAFTING, "accepted"))
+            before = rate(1, measured.step(PLAIN, "short"))
+            names = ((self.accepted, DRAFTING), (1, PLAIN))
+            bounds = (rate(tokens, found.bound(name, WEIGHTS)) for tokens, name in names)
+            row = Row(
+                f"{self.accepted:.2f} tokens a step; without drafts", "tokens/s", (own, before)
+            )
+            yield row.judge(over(own, before), Aim(self.own_gain, at_least=True), over(*bounds))
         if self.their_gain is None:
             return
         # Its steps take as long whatever is accepted, except for undoing rejected drafts.
         other = rate(self.accepted, measured.drafting_step(LLAMA_MTP, "short"))
-        for name in (DRAFTING, REDUCED):
+        for name in self.drafting:
             own = rate(self.accepted, measured.step(name, "accepted"))
             row = Row(f"the same, {name}; llama.cpp with its MTP", "tokens/s", (own, other))
             yield row.judge(over(own, other), Aim(self.their_gain, at_least=True))
 
 
 def bits(engine: Path, shape: Shape) -> float:
-    """Return the mean bits of a stored weight, with scales, without embedding and head."""
-    config: Any = shape.config
-    held = sum_weight_bytes(engine, config)
-    ends = held.pop("embedding") + held.pop("head")
-    assert ends
-    own = read_manifest(engine).model.parameters - 2 * config.vocab_size * config.hidden_size
-    return 8 * held.total() / own
+    """Return the mean bits of a stored weight, with scales, without embeddings and heads."""
+    held, config = sum_weight_bytes(engine, shape.joined), shape.joined
+    values = sum(
+        prod(source.shape)
+        for weight in list_weights(config, WHOLE)
+        if group(weight.name) not in ENDS
+        for source in weight.stored
+    )
+    return 8 * sum(size for name, size in held.items() if name not in ENDS) / values

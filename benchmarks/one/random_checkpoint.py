@@ -7,22 +7,25 @@ time.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.quantize import quantization_config
 from mtpbuild.builder.formats import Entry, Format
 from mtpbuild.builder.formats.format import SIZES
-from mtpbuild.builder.models import ModelConfig, find_family_of
+from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.models.common.weight import WHOLE, StoredTensor, Weight
 from mtpbuild.builder.weights.placed import split_into_shards, write_shards
 from mtpbuild.builder.weights.quantised_view import format_by
+from mtpbuild.builder.weights.table import list_weights
 from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
@@ -31,26 +34,38 @@ ROWS = 128  # rows of normal values; they are quantised once, and their scales a
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
     """Write the shape's checkpoint, unless the folder has one."""
+    write(folder, shape, shape.config, shape.raw, "")
+
+
+def write_head(folder: Path, shape: Shape) -> None:
+    """Write the head that is published apart, unless the folder has one."""
+    assert shape.head is not None
+    write(folder, shape, shape.joined, shape.head, f"{HEAD}.")
+
+
+def write(
+    folder: Path, shape: Shape, config: ModelConfig, raw: Mapping[str, Any], prefix: str
+) -> None:
+    """Write the tensors whose names begin with a prefix, which they lose."""
     if (folder / CONFIG).exists():
         return
-    config, scheme = shape.config, shape.scheme
+    scheme = shape.scheme
     folder.mkdir(parents=True, exist_ok=True)
-    found = {source.name: source for source in sources(config)}
+    found = {s.name: s for s in sources(config) if s.name.startswith(prefix)}
     formats = {name: format_by(scheme, config, source) for name, source in found.items()}
     parts = {
-        name + suffix: part
+        name.removeprefix(prefix) + suffix: part
         for name, source in found.items()
         for suffix, part in stored(source, formats[name]).items()
     }
-    write_shards(folder, split_into_shards(parts), tensors(config, found, formats))
-    raw = dict(shape.raw)
-    if scheme.main is not None:
-        raw["quantization_config"] = quantization_config(scheme)
-    (folder / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    values = ((n.removeprefix(prefix), value) for n, value in tensors(config, found, formats))
+    write_shards(folder, split_into_shards(parts), values)
+    quantised = {} if scheme.main is None else {"quantization_config": quantization_config(scheme)}
+    (folder / CONFIG).write_text(json.dumps({**raw, **quantised}, indent=1) + "\n", "utf-8")
 
 
 def sources(config: ModelConfig) -> Iterator[StoredTensor]:
-    for weight in find_family_of(config).weight_table(config, WHOLE):
+    for weight in list_weights(config, WHOLE):
         yield from weight.stored
 
 
@@ -64,7 +79,7 @@ def tensors(
     config: ModelConfig, found: dict[str, StoredTensor], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the checkpoint, some rows at a time."""
-    table = find_family_of(config).weight_table(config, WHOLE)
+    table = list_weights(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))

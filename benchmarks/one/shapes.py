@@ -9,26 +9,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpbuild.builder.models import ModelConfig, find_family
+from mtpbuild.builder.models.heads import join_config
 from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_scheme
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
+WINDOWED = ("gemma-4-12b", "gemma-4-26b-a4b")
 HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b")
 GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cpp's counterpart
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to write: its config.json, and the format of its products."""
+    """A model to write: its config.json, and the format of its products.
+
+    head: config.json of the head that is published apart, if it has one.
+    """
 
     name: str
     raw: Mapping[str, Any]
     weights: str  # a key of GGUF
     whole: bool  # no layer was left out
+    head: Mapping[str, Any] | None = None
 
     @property
     def config(self) -> ModelConfig:
         return find_family(dict(self.raw)).config.parse(self.raw)
+
+    @property
+    def joined(self) -> ModelConfig:
+        """Return the configuration with the head."""
+        return self.config if self.head is None else join_config(self.config, self.head)
 
     @property
     def scheme(self) -> Scheme:
@@ -44,18 +55,30 @@ class Shape:
 
 def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
     """Return a recipe's shape with at most its first `layers` layers."""
-    raw = of_recipe(recipe)
+    raw = read_recipe(recipe, "config.json")
+    assert raw is not None
+    raw = unwrap(raw)
     every = raw["num_hidden_layers"]
     count = every if layers is None else min(layers, every)
-    return Shape(recipe, raw | {"num_hidden_layers": count}, weights, count == every)
+    cut: dict[str, Any] = {"num_hidden_layers": count}
+    if "layer_types" in raw:
+        cut["layer_types"] = raw["layer_types"][:count]
+    return Shape(recipe, raw | cut, weights, count == every, read_recipe(recipe, "head.json"))
 
 
-def of_recipe(name: str) -> dict[str, Any]:
-    """Return the configuration of a recipe's text model, without its wrapper."""
-    recipe = find_recipe(name)
-    assert recipe is not None
-    text = (recipe.config_folder / "config.json").read_text(encoding="utf-8")
-    raw: dict[str, Any] = json.loads(text)
+def read_recipe(recipe: str, name: str) -> dict[str, Any] | None:
+    """Read a JSON file of a recipe, if it has it."""
+    found = find_recipe(recipe)
+    assert found is not None
+    path = found.config_folder / name
+    raw: dict[str, Any] | None = None
+    if path.exists():
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    return raw
+
+
+def unwrap(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text model alone."""
     if "text_config" not in raw:
         return raw
     architectures = [

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gguf
+import gguf_gemma4
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next",
     "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "deepseek_v32": "deepseek32",
     "glm_moe_dsa": "glm-dsa", "glm4_moe": "glm4moe", "mimo": "qwen2",
+    "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
 }  # fmt: skip
 HYBRID = {"qwen35", "qwen35moe", "qwen3next"}
 MLP = ("gate", "up", "down")
@@ -58,6 +60,9 @@ def convert_tensors(c: Config, names: Iterable[str], read: Read, modules: int) -
     modules: how many MTP modules the file gets, as layers after the trunk's.
     """
     arch, layers, names = find_architecture(c), c["num_hidden_layers"], [*names]
+    if arch == "gemma4":
+        yield from gguf_gemma4.convert_tensors(c, names, read)
+        return
     one = int(arch in HYBRID)
     yield "token_embd.weight", read("model.embed_tokens.weight")
     yield "output_norm.weight", read("model.norm.weight") + one
@@ -142,6 +147,9 @@ def write_keys(writer: gguf.GGUFWriter, c: Config, modules: int) -> None:
     arch = find_architecture(c)
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
     writer.add_vocab_size(c["vocab_size"])
+    if arch == "gemma4":
+        gguf_gemma4.write_keys(writer, gguf_gemma4.list_keys(c))
+        return
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_block_count(c["num_hidden_layers"] + modules)

@@ -61,6 +61,7 @@ class Context:
         params.n_batch = params.n_ubatch = CHUNK
         params.n_seq_max = sequences
         params.n_rs_seq = drafts
+        params.swa_full = False  # layers with a window keep its rows alone, as in llama-server
         params.n_threads = params.n_threads_batch = threads
         if caches == "q8_0":
             params.type_k = params.type_v = self.lib.GGML_TYPE_Q8_0

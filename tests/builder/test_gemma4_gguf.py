@@ -25,7 +25,7 @@ from mtpbuild.builder.weights.head import open_head, read_head_config
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.gemma4 import SHAPES, make_assistant, make_trunk, save
-from tests.support.gemma4_gguf import rename, write_head, write_trunk
+from tests.support.gemma4_gguf import names, write_head, write_trunk
 from tests.support.gguf_files import dequantised
 from tests.support.requests import build_request
 
@@ -68,7 +68,7 @@ def test_quantised_files(shape: str, kind: str, tmp_path: Path) -> None:
     values = dequantised(path)
     for name, value in trunk.state_dict().items():
         if name != "lm_head.weight":
-            value.copy_(torch.from_numpy(values[rename(name)]))
+            value.copy_(torch.from_numpy(values[names.rename(name)]))
     wanted = open_checkpoint(save(trunk, tmp_path / "stored"))
     folder = find_model(str(path)).folder
     read = open_checkpoint(folder)
