@@ -48,6 +48,7 @@ def windowed(recipe: str, layers: int, *, dense: bool) -> Published:
         3,
         (0.8, 0.64, 0.51),
         own_gain=1.9 if dense else 1.2,
+        bits=None,  # products for keys and values are int8
         layers=layers,
         long=8192,
         prompt=1024,

@@ -99,7 +99,10 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     refuse_quantised(f"--mtp {place}", folder)
     stored = [entry for file in files for entry in list_entries(file)]
     if head is not None:
-        return rename_head(head, collect_tensors(folder, [stored]))
+        named = rename_head(head, collect_tensors(folder, [stored]))
+        if not named.tensors:
+            raise CheckpointError(f"--mtp {place}: no tensor of {head.config.title} is there")
+        return named
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored])
     names = name_modules(config, opened.tensors)

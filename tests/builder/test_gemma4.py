@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mtpbuild.builder.graph.style import GraphStyle
@@ -427,3 +428,12 @@ def test_heads_that_do_not_fit(changes: dict[str, Any], why: str, tmp_path: Path
     with pytest.raises(CheckpointError) as error:
         read_head_config(assistant, folder, load_config(folder))
     assert str(error.value).startswith(f"--mtp {assistant}: {why}")
+
+
+def test_a_head_without_tensors(tmp_path: Path) -> None:
+    folder = save(make_trunk("dense"), tmp_path / "trunk")
+    assistant = save(make_assistant("dense"), tmp_path / "head")
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, assistant / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        read_head_config(assistant, folder, load_config(folder))
+    assert str(error.value) == f"--mtp {assistant}: no tensor of Gemma-4's assistant is there"
