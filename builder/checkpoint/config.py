@@ -285,13 +285,17 @@ class HeadConfig(ModelConfig):
 
     @property
     def added_width(self) -> int:
-        """How many numbers the head adds to the trunk's hidden states."""
+        """The numbers that the head adds to the trunk's hidden states."""
         return 0
 
     @property
     def drafted(self) -> int:
         """The rows of the head's own vocabulary product."""
         return self.vocab_size
+
+    def list_read_layers(self, trunk: ModelConfig) -> list[int]:
+        """List the trunk's layer whose cache rows each of the head's reads; []: it has its own."""
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

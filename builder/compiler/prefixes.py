@@ -164,9 +164,8 @@ def load_prefix_function(folder: Path, manifest: Manifest, threads: int | None) 
         for start in range(0, rows, chunk):
             end = min(start + chunk, rows)
             programs.prefill(0, start, np.array(tokens[start : end + lookahead], np.int64))
-            check(
-                programs.save_rows(0, start, [(0, end - start)])
-            )  # a later chunk may overwrite it
+            # Now, as a later chunk may overwrite them.
+            check(programs.save_rows(0, start, [(0, end - start)]))
             pieces.append(dict(programs.saved(0)))
             if recurrent:
                 check(programs.save_states(0, 0))

@@ -148,8 +148,10 @@ def find_head_place(request: BuildRequest, *, may_fetch: bool) -> Path | None:
     if place is not None and (place.exists() or REPOSITORY.fullmatch(str(place)) is None):
         return place
     name = str(place) if place else recipe.head if recipe and request.nextn != (0,) else None
-    if name is None or (here := find_cached_snapshot(name)) is not None:
-        return None if name is None else here
+    if name is None:
+        return None
+    if (here := find_cached_snapshot(name)) is not None:
+        return here
     model = Model(name, name, repository=name)
     if not may_fetch or (repository := ask_hub(model)) is None:
         raise MissingWeightsError(

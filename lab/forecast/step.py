@@ -12,7 +12,6 @@ from math import prod
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.models.costs import Costs
-from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.builder.plan.plan import (
     DrafterName,
     choose_drafter,
@@ -128,11 +127,9 @@ class CostModel:
 
     def _list_rows_of_drafts(self) -> list[LayerRows]:
         """List the rows that a draft reads: a module's, or those of the trunk that a head reads."""
-        head = self.config.head
-        if not isinstance(head, Gemma4Config):
-            return self.rows[-1:]
-        last = {rows.window > 0: rows for rows in self.rows if rows.width}
-        return [last[not full] for full in head.full_layers]
+        head, rows = self.config.head, self.rows
+        read = head.list_read_layers(self.config) if head else []
+        return [rows[layer] for layer in read] or rows[-1:]
 
     def _count_weights(
         self,

@@ -1,11 +1,10 @@
 """experts: run each row through its own expert, with float weights."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import define
-from mtpbuild.plugins.gelu_gate.op import gelu_gate
+from mtpbuild.plugins.gelu_gate.op import apply_gate
 
 
 def has_silu(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = False) -> bool:
@@ -24,5 +23,5 @@ def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gelu: bool = 
     """
     h = torch.einsum("ne,noe->no", x, gate_up.index_select(0, ids))
     gate, up = h[:, ::2], h[:, 1::2]
-    inner = gelu_gate(up, gate) if gelu else F.silu(gate) * up
+    inner = apply_gate(gate, up, gelu)
     return torch.einsum("ni,noi->no", inner, down.index_select(0, ids))

@@ -1,12 +1,11 @@
 """experts_packed: `moe`, with weights in the layout of the CPU's kernels."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import PANEL
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.gelu_gate.op import gelu_gate
+from mtpbuild.plugins.gelu_gate.op import apply_gate
 from mtpbuild.plugins.moe.op import NO_EXPERT
 from mtpbuild.plugins.product_packed.op import unpacked
 
@@ -38,11 +37,7 @@ def experts_packed(
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
     down = _chosen(chosen, down_values, down_scales, width)
-    inner = (
-        (gelu_gate(up, gate) if gelu else F.silu(gate) * up)
-        .flatten(-2)
-        .narrow(-1, 0, down.shape[-1])
-    )
+    inner = apply_gate(gate, up, gelu).flatten(-2).narrow(-1, 0, down.shape[-1])
     y = torch.einsum("ni,noi->no", inner, down).reshape(*ids.shape, width)
     return (y * weights[..., None]).sum(-2)
 

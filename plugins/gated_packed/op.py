@@ -1,10 +1,9 @@
 """gated_packed: silu(gate) * up of an MLP, with a weight in the layout of the CPU's kernels."""
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.gelu_gate.op import gelu_gate
+from mtpbuild.plugins.gelu_gate.op import apply_gate
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
@@ -20,4 +19,4 @@ def gated_packed(
     The weight is in the layout of `product_packed`, the gates first; outputs is a multiple of 64.
     """
     gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
-    return gelu_gate(up, gate) if gelu else F.silu(gate) * up
+    return apply_gate(gate, up, gelu)

@@ -11,3 +11,8 @@ from mtpbuild.plugins.definition import Node, define
 def gelu_gate(x: Tensor, z: Tensor) -> Tensor:
     """Compute x * gelu(z) of tensors of one shape."""
     return x * F.gelu(z, approximate="tanh")
+
+
+def apply_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    """Return silu(gate) * up, or gelu(gate) * up."""
+    return gelu_gate(up, gate) if gelu else F.silu(gate) * up

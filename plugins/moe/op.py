@@ -3,11 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import KEPT, Node, define
-from mtpbuild.plugins.gelu_gate.op import gelu_gate
+from mtpbuild.plugins.gelu_gate.op import apply_gate
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 256  # per call of the kernel
@@ -92,7 +91,7 @@ def moe(
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
     down = _chosen(chosen, down_proj, down_scales, down_scales_2)
-    inner = gelu_gate(up, gate) if gelu else F.silu(gate) * up
+    inner = apply_gate(gate, up, gelu)
     y = inner @ down.type_as(x)
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 

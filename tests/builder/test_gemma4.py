@@ -16,6 +16,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
+from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
 from mtpbuild.builder.plan.weight_classes import count_classes, find_layout, load_recipe_config
@@ -101,6 +102,24 @@ def test_layers_of_one_size(tmp_path: Path) -> None:
     config: Any = load_config(save(trunk, tmp_path))
     assert (config.global_head_dim, config.num_global_key_value_heads) == (6, 2)
     open_checkpoint(tmp_path).check(config)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"num_kv_shared_layers": 36}, "no layer before them has rows that they could read"),
+    ({"per_layer_config": {}, "layer_types": -1}, "layer_types must be a list of 35 names"),
+    ({"per_layer_config": {"4": {"head_dim": 8}}}, "layers of one kind with different sizes"),
+    ({"rope_parameters": {"full_attention": 5}}, "must hold an object for each kind of layers"),
+    ({"use_bidirectional_attention": "all"}, "text that sees later tokens"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), WRONG)
+def test_configurations_that_are_refused(changes: dict[str, Any], why: str) -> None:
+    recipe = find_recipe("gemma-4-e2b")
+    assert recipe is not None
+    raw = json.loads((recipe.config_folder / "config.json").read_text())["text_config"]
+    with pytest.raises(CheckpointError, match=why):
+        Gemma4Config.parse(raw | changes)
 
 
 def load(shape: str, place: Path) -> tuple[CausalLM, Trunk, Head]:

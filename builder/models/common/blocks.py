@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.formats.integers import Integers, MixedIntegers
@@ -15,11 +14,11 @@ from mtpbuild.plugins import (
     experts_packed,
     gated_packed,
     gated_product,
-    gelu_gate,
     matmul_scaled,
     product_packed,
 )
 from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, count_panels
+from mtpbuild.plugins.gelu_gate.op import apply_gate
 from mtpbuild.plugins.moe.op import NO_EXPERT, run_experts
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -183,7 +182,7 @@ def multiply_gated(
 def gate_halves(y: Tensor, gelu: bool) -> Tensor:
     """Compute silu(gate) * up, or gelu(gate) * up, of y [.., 2 I], the gates first."""
     gate, up = y.chunk(2, dim=-1)
-    return gelu_gate(up, gate) if gelu else F.silu(gate) * up
+    return apply_gate(gate, up, gelu)
 
 
 def weigh_chosen(

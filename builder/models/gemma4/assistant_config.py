@@ -70,6 +70,11 @@ class AssistantConfig(Gemma4Config, HeadConfig):
         if not {*self.full_layers} <= kinds:
             raise CheckpointError("it reads rows of a kind of layers that the model does not have")
 
+    def list_read_layers(self, trunk: ModelConfig) -> list[int]:
+        assert isinstance(trunk, Gemma4Config)
+        last = {full: i for i, full in enumerate(trunk.full_layers[: trunk.first_shared])}
+        return [last[full] for full in self.full_layers]
+
     def check_shared(self) -> None:
         """Do nothing: the rows are the trunk's."""
 

@@ -106,7 +106,7 @@ class Gemma4Config(MoEConfig):
 
     def check_shared(self) -> None:
         """Raise CheckpointError if layers share rows that no layer has."""
-        kinds = {*self.full_layers[: self.first_shared]}
+        kinds = {*self.full_layers[: max(0, self.first_shared)]}
         if self.num_kv_shared_layers and kinds != {*self.full_layers}:
             raise CheckpointError(
                 f"num_kv_shared_layers {self.num_kv_shared_layers}: no layer before them has rows "
@@ -174,13 +174,14 @@ def read_full_sizes(text: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(configs, dict) or not all(isinstance(v, dict) for v in configs.values()):
         raise CheckpointError(f"{LAYER_CONFIGS} must be an object of objects")
-    kinds = text.get("layer_types") or []
-    full = {str(i) for i, kind in enumerate(kinds) if kind == FULL}
-    sizes = [configs[layer] for layer in configs if layer in full or layer == FULL]
-    others = [configs[layer] for layer in configs if layer not in full and layer != FULL]
-    if any(other != sizes[0] for other in sizes[1:]) or any(others):
+    kinds = text.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []  # `read_kinds` refuses what is none
+    sizes = [configs.get(str(i), configs.get(kind, {})) for i, kind in enumerate(kinds)]
+    full = [size for size, kind in zip(sizes, kinds, strict=True) if kind == FULL]
+    others = [size for size, kind in zip(sizes, kinds, strict=True) if kind != FULL]
+    if any(size != full[0] for size in full[1:]) or any(others):
         raise CheckpointError(f"{LAYER_CONFIGS}: layers of one kind with different sizes")
-    return sizes[0] if sizes else {}
+    return full[0] if full else {}
 
 
 def read_rope(read: Reader, kind: str) -> RopeConfig:
