@@ -57,6 +57,7 @@ def windowed(recipe: str, layers: int, *, dense: bool) -> Published:
         long_aim=0.9 if dense else 0.7,
         prompt_aim=2.0,
         filled=False,
+        their_gain=1.0 if dense else 1.25,
     )
 
 

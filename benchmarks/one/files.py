@@ -81,6 +81,17 @@ class Workshop:
         self._weigh()
         return out, sizes
 
+    def write_head_gguf(self) -> Path | None:
+        """Write the head for llama.cpp, if the shape has one; `write_gguf` has written the trunk."""
+        if self.shape.head is None:
+            return None
+        config, out = self.folder / "head.json", self.folder / f"{self.shape.gguf}-head.gguf"
+        config.write_text(json.dumps(dict(self.shape.head)), encoding="utf-8")
+        trunk = str(self.folder / "config.json")
+        convert(config, out, self.shape.gguf, "--module", "--trunk", trunk)
+        self._weigh()
+        return out
+
     def drop_checkpoint(self) -> None:
         shutil.rmtree(self.checkpoint)
 

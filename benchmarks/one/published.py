@@ -86,7 +86,8 @@ class Published:
             sizes[LLAMA] = gguf.stat().st_size
             if self.their_gain is not None:
                 drafting, _ = shop.write_gguf(module=True)
-                sides.append(self.their_drafting_side(drafting, run, shop.vocabulary))
+                head = shop.write_head_gguf()
+                sides.append(self.their_drafting_side(drafting, head, run, shop.vocabulary))
         return {
             "whole": shape.whole,
             "layers": shape.config.num_hidden_layers,
@@ -126,10 +127,12 @@ class Published:
         }
         return Side(LLAMA, run.peers, gguf, asks, vocabulary, max(self.prompt, self.long) + 64)
 
-    def their_drafting_side(self, gguf: Path, run: Run, vocabulary: int) -> Side:
+    def their_drafting_side(
+        self, gguf: Path, head: Path | None, run: Run, vocabulary: int
+    ) -> Side:
         assert run.peers is not None
         asks = {"short": decode(run.steps, SHORT, filled=False, window=self.nextn + 1)}
-        return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafts=self.nextn)
+        return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafts=self.nextn, head=head)
 
     def our_costs(self, counted: Counted, engines: dict[str, Path]) -> Data:
         plain = engines[PLAIN]

@@ -63,6 +63,8 @@ def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
     cut: dict[str, Any] = {"num_hidden_layers": count}
     if "layer_types" in raw:
         cut["layer_types"] = raw["layer_types"][:count]
+        if "sliding_attention" in cut["layer_types"]:
+            cut["layer_types"][-1] = "full_attention"  # as the family reads it
     return Shape(recipe, raw | cut, weights, count == every, read_recipe(recipe, "head.json"))
 
 

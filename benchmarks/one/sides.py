@@ -31,8 +31,8 @@ class Side:
     """An engine of ours or a GGUF file, and the asks for it, by name.
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
-    the MTP module of its file. caches: llama.cpp's type of keys and
-    values, "f16" or "q8_0"; with the latter it uses its flash attention.
+    the MTP module of its file, or `head`, a file. caches: llama.cpp's type of keys and values,
+    "f16" or "q8_0"; with the latter it uses its flash attention.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Side:
     vocabulary: int
     rows: int = 2048
     drafts: int = 0
+    head: Path | None = None
     caches: str = "f16"
 
     @property
@@ -55,6 +56,7 @@ class Side:
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts, "caches": self.caches}
+        job |= {"head": None if self.head is None else str(self.head)}
         command = [str(self.python), self.script, json.dumps(job)]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}

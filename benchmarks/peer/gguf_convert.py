@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "deepseek_v32": "deepseek32",
     "glm_moe_dsa": "glm-dsa", "glm4_moe": "glm4moe", "mimo": "qwen2",
     "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4",
+    "gemma4_assistant": gguf_gemma4.HEAD, "gemma4_unified_assistant": gguf_gemma4.HEAD,
 }  # fmt: skip
 HYBRID = {"qwen35", "qwen35moe", "qwen3next"}
 MLP = ("gate", "up", "down")
@@ -59,10 +60,11 @@ def convert_tensors(c: Config, names: Iterable[str], read: Read, modules: int) -
 
     modules: how many MTP modules the file gets, as layers after the trunk's.
     """
-    arch, layers, names = find_architecture(c), c["num_hidden_layers"], [*names]
-    if arch == "gemma4":
+    arch, names = find_architecture(c), [*names]
+    if arch in gguf_gemma4.NAMES:
         yield from gguf_gemma4.convert_tensors(c, names, read)
         return
+    layers = c["num_hidden_layers"]
     one = int(arch in HYBRID)
     yield "token_embd.weight", read("model.embed_tokens.weight")
     yield "output_norm.weight", read("model.norm.weight") + one
@@ -146,10 +148,10 @@ def write_keys(writer: gguf.GGUFWriter, c: Config, modules: int) -> None:
     """Write the configuration's keys."""
     arch = find_architecture(c)
     rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
-    writer.add_vocab_size(c["vocab_size"])
-    if arch == "gemma4":
+    if arch in gguf_gemma4.NAMES:
         gguf_gemma4.write_keys(writer, gguf_gemma4.list_keys(c))
         return
+    writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_block_count(c["num_hidden_layers"] + modules)

@@ -1,12 +1,13 @@
 """Writes a GGUF file for llama.cpp, of a checkpoint or, with random blocks, of a shape.
 
     python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--module] [--tokenizer]
-    python gguf_file.py CONFIG.json OUT [--type f32|q8_0|q4_0] [--module]
+    python gguf_file.py CONFIG.json OUT [--type f32|q8_0|q4_0] [--module] [--trunk CONFIG.json]
 
 The second form needs no checkpoint: weights have the scale that keeps activations at their size. In
 a quantised file embedding, head, `attn_k_b` and `attn_v_b` (the halves of `kv_b_proj`) are in Q8_0;
 norms, biases and routers are in fp32, as llama.cpp requires. --module adds the MTP modules, which
-only llama.cpp's server runs, and only those of Qwen3.5. --tokenizer makes a server read and write
+only llama.cpp's server runs, and only those of Qwen3.5, and made-up texts, which it wants. --trunk
+is for the configuration of a head in a file of its own. --tokenizer makes a server read and write
 text, split by GPT-2's pattern, which is not quite the model's; without it there are token ids only.
 One tensor is in memory at a time. The script prints the bytes of each tensor as JSON.
 """
@@ -26,7 +27,11 @@ import torch
 from gguf_convert import Config, convert_tensors, count_modules, find_architecture, write_keys
 from safetensors import safe_open
 
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.models import find_family
+from mtpbuild.builder.models.common.weight import WHOLE
+from mtpbuild.builder.models.heads import join_config
+from mtpbuild.builder.weights.table import list_weights
 
 BLOCK = 32  # numbers that share a scale
 BLOCKS = {"q4_0": 18, "q8_0": 34}  # bytes of a block
@@ -42,26 +47,42 @@ Values = Callable[[str, Shape, str], Array]  # a tensor in its stored form: name
 Texts = Callable[[gguf.GGUFWriter], None]
 
 
-def make_shapes(c: Config) -> dict[str, torch.Tensor]:
-    """Return the checkpoint's tensors by name, without values."""
-    family = find_family(c)
+def make_shapes(c: Config, trunk: Config | None = None) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors by name, without values; trunk: a head's."""
+    family = find_family(trunk or c)
+    config = family.config.parse(trunk or c)
     with torch.device("meta"):
-        return family.reference(family.config.parse(c)).state_dict()
+        if trunk is None:
+            return family.reference(config).state_dict()
+        rows = list_weights(join_config(config, c), WHOLE)
+        stored = {source.name: source.shape for row in rows for source in row.stored}
+        at = f"{HEAD}."
+        return {
+            name.removeprefix(at): torch.empty(shape)
+            for name, shape in stored.items()
+            if name.startswith(at)
+        }
 
 
-def find_shapes(c: Config, modules: int) -> dict[str, Shape]:
+def find_shapes(c: Config, modules: int, trunk: Config | None = None) -> dict[str, Shape]:
     """Return every tensor of the file with its shape."""
-    stored = make_shapes(c)
+    stored = make_shapes(c, trunk)
     named = convert_tensors(c, stored, stored.__getitem__, modules)
     return {name: tuple(value.shape) for name, value in named}
 
 
 def write_file(
-    c: Config, out: Path, wanted: str, values: Values, modules: int, texts: Texts | None = None
+    c: Config,
+    out: Path,
+    wanted: str,
+    values: Values,
+    modules: int,
+    texts: Texts | None = None,
+    trunk: Config | None = None,
 ) -> dict[str, int]:
     """Write a model in type `wanted`; return the bytes of each tensor.
 
-    texts: writes the tokenizer; by default the file has token ids alone.
+    texts: writes the tokenizer; by default the file has token ids alone. trunk: a head's.
     """
     writer = gguf.GGUFWriter(out, find_architecture(c))
     write_keys(writer, c, modules)
@@ -69,7 +90,7 @@ def write_file(
         writer.add_tokenizer_model("no_vocab")
     else:
         texts(writer)
-    shapes, sizes = find_shapes(c, modules), dict[str, int]()
+    shapes, sizes = find_shapes(c, modules, trunk), dict[str, int]()
     kinds = {name: find_kind(name, shape, wanted) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         kind, stored = kinds[name], stored_shape(shape, kinds[name])
@@ -120,11 +141,18 @@ def draw_values(name: str, shape: Shape, kind: str, rng: np.random.Generator) ->
     return blocks.reshape(stored)
 
 
-def write_random(c: Config, out: Path, wanted: str, modules: int = 0) -> dict[str, int]:
-    """Write a file with random blocks; return the bytes of each tensor."""
+def write_random(
+    c: Config, out: Path, wanted: str, *, served: bool = False, trunk: Config | None = None
+) -> dict[str, int]:
+    """Write a file with random blocks; return the bytes of each tensor.
+
+    served: with MTP modules and made-up texts. trunk: the configuration of a head's trunk.
+    """
     rng = np.random.Generator(np.random.SFC64(0))
-    texts = partial(write_made_up_texts, size=c["vocab_size"]) if modules else None
-    return write_file(c, out, wanted, partial(draw_values, rng=rng), modules, texts)
+    size = c.get("text_config", c)["vocab_size"]
+    texts = partial(write_made_up_texts, size=size) if served else None
+    modules = count_modules(c) if served else 0
+    return write_file(c, out, wanted, partial(draw_values, rng=rng), modules, texts, trunk)
 
 
 def write_checkpoint(
@@ -185,17 +213,19 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=("f32", *BLOCKS), default="f32")
     parser.add_argument("--module", action="store_true")
+    parser.add_argument("--trunk", type=Path)
     parser.add_argument("--tokenizer", action="store_true")
     args = parser.parse_args()
     config = args.source / "config.json" if args.source.is_dir() else args.source
     c = json.loads(config.read_text(encoding="utf-8"))
-    modules = count_modules(c) if args.module else 0
+    trunk = None if args.trunk is None else json.loads(args.trunk.read_text(encoding="utf-8"))
     if args.source.is_dir():
+        modules = count_modules(c) if args.module else 0
         sizes = write_checkpoint(
             args.source, args.out, args.type, modules, tokenizer=args.tokenizer
         )
     else:
-        sizes = write_random(c, args.out, args.type, modules)
+        sizes = write_random(c, args.out, args.type, served=args.module, trunk=trunk)
     print(json.dumps(sizes))
 
 

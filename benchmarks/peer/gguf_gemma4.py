@@ -8,12 +8,14 @@ import gguf
 import torch
 from torch import Tensor
 
+HEAD = "gemma4-assistant"
+NAMES = ("gemma4", HEAD)  # of the architectures
 TOP = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "embed_tokens_per_layer": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
     "pre_projection": "nextn.pre_projection",
     "post_projection": "nextn.post_projection",
 }
@@ -45,10 +47,10 @@ WHOLE = {  # names without an ending
 
 def rename(name: str) -> str:
     """Return the file's name of a checkpoint's tensor."""
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name):
-        stem = match[2].removesuffix(".weight")
-        return f"blk.{match[1]}.{WHOLE.get(stem) or LAYER[stem] + '.weight'}"
-    return TOP[name.removesuffix(".weight")] + ".weight"
+    stem = name.removeprefix("model.").removesuffix(".weight")
+    if match := re.fullmatch(r"layers\.(\d+)\.(.+)", stem):
+        return f"blk.{match[1]}.{WHOLE.get(match[2]) or LAYER[match[2]] + '.weight'}"
+    return TOP[stem] + ".weight"
 
 
 def convert_tensors(
@@ -60,7 +62,7 @@ def convert_tensors(
             yield from stack_experts(name.removesuffix(first), c["num_experts"], read)
         elif name != "lm_head.weight" and not re.search(r"experts\.\d", name):
             yield rename(name), read(name)
-    yield "rope_freqs.weight", make_factors(c)
+    yield "rope_freqs.weight", make_factors(c.get("text_config", c))
 
 
 def stack_experts(
@@ -84,7 +86,13 @@ def make_factors(c: dict[str, Any]) -> Tensor:
 
 
 def list_keys(c: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of the published configuration, without the architecture's name."""
+    """Return the keys of a published configuration, without the architecture's name."""
+    if "text_config" in c:  # the assistant's
+        text = c["text_config"]
+        return list_keys(text) | {
+            "embedding_length_out": c["backbone_hidden_size"],
+            "nextn_predict_layers": text["num_hidden_layers"],
+        }
     rope, layers = c["rope_parameters"], c["num_hidden_layers"]
     slides = [kind == "sliding_attention" for kind in c["layer_types"]]
     near = c["num_key_value_heads"]
@@ -94,6 +102,7 @@ def list_keys(c: dict[str, Any]) -> dict[str, Any]:
     if c.get("use_double_wide_mlp"):
         inner = [inner * (1 + (i >= layers - shared)) for i in range(layers)]
     keys = {
+        "vocab_size": c["vocab_size"],
         "block_count": layers,
         "context_length": c["max_position_embeddings"],
         "embedding_length": c["hidden_size"],
@@ -102,6 +111,8 @@ def list_keys(c: dict[str, Any]) -> dict[str, Any]:
         "attention.head_count_kv": heads if len({*heads}) > 1 else heads[0],
         "attention.key_length": c["global_head_dim"],
         "attention.key_length_swa": c["head_dim"],
+        "attention.value_length": c["global_head_dim"],
+        "attention.value_length_swa": c["head_dim"],
         "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
         "attention.sliding_window": c["sliding_window"],
         "attention.sliding_window_pattern": slides,

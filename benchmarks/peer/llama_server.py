@@ -16,12 +16,19 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no prox
 
 @contextlib.contextmanager
 def started(
-    program: Path, model: str | Path, *, slots: int, rows: int, threads: int, drafts: int = 0
+    program: Path,
+    model: str | Path,
+    *,
+    slots: int,
+    rows: int,
+    threads: int,
+    drafts: int = 0,
+    head: str | None = None,
 ) -> Iterator[str]:
     """Run the server on a free port until the block ends; yield its URL once it has loaded.
 
-    rows: tokens of all slots together. drafts: drafts per step of the file's MTP module; 0 runs
-    none.
+    rows: tokens of all slots together. drafts: drafts per step of the file's MTP module, or of the
+    file `head`; 0 runs none.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,6 +37,8 @@ def started(
     command += ["--ctx-size", str(rows), "--threads", str(threads)]
     if drafts:
         command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
+    if head:
+        command += ["--model-draft", head]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

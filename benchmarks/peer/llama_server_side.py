@@ -1,4 +1,4 @@
-"""llama.cpp's server with drafts of its MTP module, for `one_machine.py`; see side.py.
+"""llama.cpp's server with drafts of an MTP module or head, for `one_machine.py`; see side.py.
 
 side.py has the protocol. The server cannot accept drafts at a given rate, and with random weights
 it accepts almost none. So an answer has the seconds of a step, from the server's own clock: a step
@@ -23,7 +23,7 @@ class Server:
         program = Path(sys.executable).with_name("llama-server")
         running = contextlib.ExitStack()
         atexit.register(running.close)
-        room = {"slots": 1} | {name: job[name] for name in ("rows", "threads", "drafts")}
+        room = {"slots": 1} | {name: job[name] for name in ("rows", "threads", "drafts", "head")}
         self.url = running.enter_context(started(program, job["path"], **room))
 
     def complete(self, prompt: list[int], count: int) -> dict[str, Any]:

@@ -61,12 +61,13 @@ def write_head(
 ) -> Path:
     """Write an assistant as llama.cpp does, or as ik_llama.cpp does."""
     text = model.config.text_config
-    keys, values = names.list_keys(spell(text)), convert(model, text) | (tensors or {})
     width = model.config.backbone_hidden_size
+    raw = {"text_config": spell(text), "backbone_hidden_size": width}
+    keys, values = names.list_keys(raw), convert(model, text) | (tensors or {})
     if not others:
-        keys |= {"embedding_length_out": width, "nextn_predict_layers": text.num_hidden_layers}
-        return write(path, "gemma4-assistant", keys, values, kind)
+        return write(path, names.HEAD, keys, values, kind)
     keys |= {"backbone_embedding_length": width}
+    del keys["embedding_length_out"], keys["nextn_predict_layers"]
     del values["rope_freqs.weight"]
     for dropped in ("shared_kv_layers", "embedding_length_per_layer_input"):
         keys = {key: value for key, value in keys.items() if not key.endswith(dropped)}
