@@ -127,9 +127,7 @@ class Published:
         }
         return Side(LLAMA, run.peers, gguf, asks, vocabulary, max(self.prompt, self.long) + 64)
 
-    def their_drafting_side(
-        self, gguf: Path, head: Path | None, run: Run, vocabulary: int
-    ) -> Side:
+    def their_drafting_side(self, gguf: Path, head: Path | None, run: Run, vocabulary: int) -> Side:
         assert run.peers is not None
         asks = {"short": decode(run.steps, SHORT, filled=False, window=self.nextn + 1)}
         return Side(LLAMA_MTP, run.peers, gguf, asks, vocabulary, drafts=self.nextn, head=head)

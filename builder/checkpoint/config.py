@@ -266,12 +266,35 @@ class ModelConfig:
         """The width of the hidden states that drafters read: the trunk's, and what a head adds."""
         return self.hidden_size + (self.head.added_width if self.head else 0)
 
+    def find_key_rows(self, at: str) -> "KeyRows | None":
+        """Return the keys that a layer's attention reads, if int8 rows of them are balanced.
+
+        at: how the names of the layer's weights begin.
+        """
+        return None
+
     def name_module(self, j: int) -> str:
         """Return the name of MTP module j, from 0, in a checkpoint."""
         if self.head:
             return HEAD
         prefix = self.module_names.prefix
         return f"{prefix}{j}" if prefix else f"model.layers.{self.num_hidden_layers + j}"
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """Keys in a cache, whose channels have one scale per head when they are int8.
+
+    layer: how the names of the weights begin that make the keys. width: of a head. rotated: its
+    first channels, in pairs (i, i + rotated / 2). queries: heads that read one head of keys.
+    """
+
+    layer: str
+    width: int
+    rotated: int
+    queries: int
+    has_norm: bool  # of each head of keys and of queries
+    has_bias: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from torch import Tensor
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.formats import make_entry
 from mtpbuild.builder.formats.integers import count_coarse_blocks, describe_coarse_blocks
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.weight import Readable, Share, convert_weights
 from mtpbuild.builder.program.opened_model import OpenedModel, describe_counts
 from mtpbuild.builder.stages import Watch, ignore
@@ -71,11 +70,10 @@ class EngineWeights:
 
     def _find_reader(self) -> Readable:
         """Return what reads the weights: for int8 caches, with keys and queries balanced."""
-        model, config = self.model, self.model.config
+        model = self.model
         if not model.balanced_keys:
             return model.checkpoint
-        assert isinstance(config, GroupedConfig)
-        return BalancedReader(model.checkpoint, model.stored, config)
+        return BalancedReader(model.checkpoint, model.stored, model.config)
 
     def _note_losses(self) -> None:
         """Log how many weights were rounded anew, and the relative error of all of them."""

@@ -19,7 +19,6 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, find_family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share
@@ -112,7 +111,8 @@ class OpenedModel:
     @property
     def balanced_keys(self) -> bool:
         """Whether keys and queries are balanced, as caches are int8."""
-        return self.style.cache_dtype == "int8" and isinstance(self.config, GroupedConfig)
+        rows = self.config.find_key_rows("model.layers.0.")
+        return self.style.cache_dtype == "int8" and rows is not None
 
     @property
     def may_narrow_caches(self) -> bool:

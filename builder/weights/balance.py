@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.config import KeyRows, ModelConfig
 from mtpbuild.builder.formats import Format
-from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.weight import Readable
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.plugins.cpu.layout import split_offsets, with_offsets
 
-QUERY_OR_KEY = re.compile(r"(?!head\.)(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
+QUERY_OR_KEY = re.compile(r"(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
 INPUT_DEVIATIONS = 3.0  # of a product's inputs, whose mean square the norm makes 1
 MAX_EXPONENT = 5  # exponent of a power
 
@@ -29,7 +29,7 @@ class BalancedReader:
 
     checkpoint: Readable
     stored: Checkpoint  # the same weights before they are quantised
-    config: GroupedConfig
+    config: ModelConfig
     powers: dict[str, Tensor] = field(default_factory=dict)  # [heads, D] by layer
 
     def read(self, name: str) -> Tensor:
@@ -53,39 +53,40 @@ class BalancedReader:
 
     def find_factors(self, name: str) -> Tensor | None:
         """Return the factor of each row of a weight of queries or keys; None for other weights."""
-        c = self.config
-        if not (match := QUERY_OR_KEY.fullmatch(name)) or (match[3] == "proj" and c.use_qk_norm):
+        if not (match := QUERY_OR_KEY.fullmatch(name)):
             return None
-        layer = match[1]
-        if layer not in self.powers:
-            self.powers[layer] = self._balance(layer)
-        powers = self.powers[layer]
+        rows = self.config.find_key_rows(match[1])
+        if rows is None or (match[3] == "proj" and rows.has_norm):
+            return None
+        if rows.layer not in self.powers:
+            self.powers[rows.layer] = self._balance(rows)
+        powers = self.powers[rows.layer]
         if match[2] == "k":
             return 1 / powers.flatten()
-        times = 1 if c.use_qk_norm else c.num_attention_heads // c.num_key_value_heads
+        times = 1 if rows.has_norm else rows.queries
         return powers.repeat_interleave(times, dim=0).flatten()
 
-    def _balance(self, layer: str) -> Tensor:
+    def _balance(self, rows: KeyRows) -> Tensor:
         """Return the powers of a layer's key heads [heads, D]; heads share those of norms."""
-        queries, keys = (self._measure_amplitudes(layer, name) for name in "qk")
+        queries, keys = (self._measure_amplitudes(rows, name) for name in "qk")
         queries = queries.unflatten(0, (len(keys), -1)).amax(1)
         exponents = (keys.log2() - queries.log2()) / 2
         exponents = torch.where(exponents.isfinite(), exponents, 0.0)
         exponents -= exponents.mean(1, keepdim=True)
         return exponents.round().clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
 
-    def _measure_amplitudes(self, layer: str, name: str) -> Tensor:
+    def _measure_amplitudes(self, rows: KeyRows, name: str) -> Tensor:
         """Return how large queries or keys get, [heads, D]; both channels of a pair the same."""
-        c, read = self.config, self.stored.read
+        c, read, layer = self.config, self.stored.read, rows.layer
         at = f"{layer}self_attn.{name}"
-        if c.use_qk_norm:
+        if rows.has_norm:
             squares = (read(f"{at}_norm.weight") + c.norms_minus_one).square()
         else:
             norm = read(f"{layer}input_layernorm.weight") + c.norms_minus_one
             squares = (INPUT_DEVIATIONS * read(f"{at}_proj.weight") * norm).square().sum(1)
-            if c.attention_bias:
+            if rows.has_bias:
                 squares += read(f"{at}_proj.bias").square()
-        squares = squares.view(-1, c.head_dim)
-        pairs, others = squares.split([c.rotary_dim, c.head_dim - c.rotary_dim], dim=1)
+        squares = squares.view(-1, rows.width)
+        pairs, others = squares.split([rows.rotated, rows.width - rows.rotated], dim=1)
         both = pairs.unflatten(1, (2, -1)).sum(1)
         return torch.cat([both, both, others], dim=1).sqrt()

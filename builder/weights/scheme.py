@@ -89,6 +89,8 @@ class Scheme:
             # Beside an int4 head the embedding is int8, since a step reads only a few of its rows.
             "embedding": "int8" if self.head == "int4" else self.head,
             "head": self.head,
+            # No text depends on the head of a published draft head, so it is int4 where drafts are.
+            "draft_head": self.mtp if self.head and self.mtp == "int4" else self.head,
             "join": self.join,
             "mtp": self.mtp,
             "main": self.main,
@@ -128,7 +130,7 @@ def find_weight_role(config: ModelConfig, name: str) -> str:
     if name in family.tables:
         return "embedding"
     if config.head and name in (f"{PREFIX}.{weight}.weight" for weight in config.head.heads):
-        return "head"
+        return "draft_head"
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"
     return "join" if family.is_module_input_proj(config, name) else ""

@@ -85,7 +85,8 @@ def test_rounded_rows_lose_less(name: str, tmp_path: Path) -> None:
     """Errors of scores fall by a third or more."""
     plain, _, reader = save_spread(tmp_path, name)
     attention: Any = plain.model.layers[0].get_submodule("self_attn")
-    config = reader.config
+    config = plain.config
+    assert isinstance(config, GroupedConfig)
     x = torch.randn(50, config.hidden_size)
     D, shared = config.head_dim, config.num_key_value_heads
 

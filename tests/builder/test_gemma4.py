@@ -15,16 +15,17 @@ from torch import Tensor
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.weight import convert_weights, join_slices
+from mtpbuild.builder.models.common.weight import Readable, convert_weights, join_slices
 from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
 from mtpbuild.builder.plan.weight_classes import count_classes, find_layout, load_recipe_config
 from mtpbuild.builder.program.opened_model import open_model
-from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.balance import BalancedReader
+from mtpbuild.builder.weights.files import list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.runtime import Engine, Result, SamplingParams
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import CACHED, StateSpec
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE
@@ -122,13 +123,23 @@ def test_configurations_that_are_refused(changes: dict[str, Any], why: str) -> N
         Gemma4Config.parse(raw | changes)
 
 
-def load(shape: str, place: Path) -> tuple[CausalLM, Trunk, Head]:
-    """Return the program's model with its head, and transformers'."""
+def load(shape: str, place: Path, *, balanced: bool = False) -> tuple[CausalLM, Trunk, Head]:
+    """Return the program's model with its head, and transformers'.
+
+    balanced: whether its keys are, some of which are much larger than others.
+    """
     trunk, head = make_trunk(shape), make_assistant(shape)
+    if balanced:
+        for name, weight in trunk.named_parameters():
+            if name.endswith("k_norm.weight"):
+                weight.data[1 :: len(weight) // 2] *= 20
     folder, assistant = save(trunk, place / "trunk"), save(head, place / "head")
     config = read_head_config(assistant, folder, load_config(folder))
     opened = open_model(FoundModel("x", "x", folder, assistant), config, NO_IDS, GraphStyle())
-    values = dict(join_slices(convert_weights(opened.checkpoint, opened.table)))
+    reader: Readable = opened.checkpoint
+    if balanced:
+        reader = BalancedReader(opened.checkpoint, opened.stored, config)
+    values = dict(join_slices(convert_weights(reader, opened.table)))
     opened.model.load_state_dict(values, assign=True, strict=True)
     return opened.model.eval(), trunk, head
 
@@ -168,6 +179,15 @@ def compare(drafts: list[int], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_are_transformers(shape: str, tmp_path: Path) -> None:
     check_drafts(*load(shape, tmp_path))
+
+
+@pytest.mark.parametrize("shape", ["dense", "small"])
+def test_balanced_keys_change_no_draft(shape: str, tmp_path: Path) -> None:
+    """Layers that read others' rows, the head's too, have the powers of those."""
+    model, trunk, head = load(shape, tmp_path, balanced=True)
+    weights = (layer.get_submodule("self_attn.k_norm").weight for layer in model.layers[:3])
+    assert all(weight.max() < 10 * weight.median() for weight in weights)
+    check_drafts(model, trunk, head)
 
 
 def place_one_off(model: Any) -> None:
@@ -311,6 +331,12 @@ def test_rings_are_as_long_as_they_need_be(windowed: Path) -> None:
     assert rows == {f"kv.{i}": ("window", 256) for i in (0, 1, 3)} | {
         f"kv.{i}": ("rows", 704) for i in (2, 4)
     }
+
+
+def test_the_head_of_drafts_is_int4(windowed: Path) -> None:
+    """Its format costs no text anything; the trunk's is int8."""
+    stored = {entry.name: entry.shape for entry in list_entries(windowed / WEIGHTS)}
+    assert [stored[f"{at}lm_head.values"][-1] // 128 for at in ("", "mtp.0.")] == [8, 4]
 
 
 def same(one: Result, other: Result) -> bool:

@@ -7,6 +7,8 @@ then their values.
 from dataclasses import dataclass, field
 
 from mtpbuild.builder.checkpoint.config import (
+    HEAD,
+    KeyRows,
     ModelConfig,
     MoEConfig,
     Reader,
@@ -32,6 +34,14 @@ class GroupedConfig(ModelConfig):
     attention_bias: bool = flag(True)  # of queries, keys and values
     use_qk_norm: bool = flag(False)  # queries and keys are normalised per head, after the bias
     output_gate: bool = fixed(False)  # q_proj has a gate beside each head's query
+
+    def find_key_rows(self, at: str) -> KeyRows | None:
+        if at.startswith(f"{HEAD}."):
+            return None  # a head of another repository, whose sizes are its own
+        queries = self.num_attention_heads // self.num_key_value_heads
+        return KeyRows(
+            at, self.head_dim, self.rotary_dim, queries, self.use_qk_norm, self.attention_bias
+        )
 
     def check(self) -> None:
         super().check()

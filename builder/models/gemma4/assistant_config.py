@@ -72,8 +72,7 @@ class AssistantConfig(Gemma4Config, HeadConfig):
 
     def list_read_layers(self, trunk: ModelConfig) -> list[int]:
         assert isinstance(trunk, Gemma4Config)
-        last = {full: i for i, full in enumerate(trunk.full_layers[: trunk.first_shared])}
-        return [last[full] for full in self.full_layers]
+        return [trunk.last_rows[full] for full in self.full_layers]
 
     def check_shared(self) -> None:
         """Do nothing: the rows are the trunk's."""

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import (
     COUNT_LIMIT,
+    HEAD,
+    KeyRows,
     MoEConfig,
     Reader,
     RopeConfig,
@@ -127,6 +129,21 @@ class Gemma4Config(MoEConfig):
 
     def is_moe(self, layer: int) -> bool:
         return self.n_routed_experts > 0
+
+    def find_key_rows(self, at: str) -> KeyRows | None:
+        layer = int(at.removesuffix(".").rpartition(".")[2])
+        if at.startswith(f"{HEAD}."):
+            assert self.head is not None
+            layer = self.head.list_read_layers(self)[layer]
+        elif layer >= self.first_shared:
+            layer = self.last_rows[self.full_layers[layer]]
+        width, queries = self.width(layer), self.num_attention_heads // self.key_heads(layer)
+        return KeyRows(f"model.layers.{layer}.", width, width, queries, True, False)
+
+    @property
+    def last_rows(self) -> dict[bool, int]:
+        """The last layer of each kind that has rows, by whether it sees all of them."""
+        return {full: i for i, full in enumerate(self.full_layers[: self.first_shared])}
 
     @property
     def first_shared(self) -> int:
