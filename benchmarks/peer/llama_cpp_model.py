@@ -57,7 +57,8 @@ class Context:
 
         self.lib, self.np, self.vocabulary = model.lib, np, model.vocabulary
         params = self.lib.llama_context_default_params()
-        params.n_ctx = -(-rows // ROW_STEP) * ROW_STEP * sequences
+        self.rows = -(-rows // ROW_STEP) * ROW_STEP
+        params.n_ctx = self.rows * sequences
         params.n_batch = params.n_ubatch = CHUNK
         params.n_seq_max = sequences
         params.n_rs_seq = drafts

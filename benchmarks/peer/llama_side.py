@@ -16,10 +16,13 @@ SEED_ROWS = 16  # tokens of the prompt whose rows fill a cache
 class Llama:
     def __init__(self, job: Ask) -> None:
         self.threads, self.vocabulary = job["threads"], job["vocabulary"]
-        self.model, self.caches = Model(job["path"]), job["caches"]
-        self.context = Context(self.model, self.threads, job["rows"], caches=self.caches)
+        self.model, self.caches, self.rows = Model(job["path"]), job["caches"], job["rows"]
+        self.context = Context(self.model, self.threads, self.rows, caches=self.caches)
 
     def prompt(self, tokens: list[int]) -> None:
+        if self.context.rows <= len(tokens):  # those of an earlier ask
+            self.context.close()
+            self.context = Context(self.model, self.threads, self.rows, caches=self.caches)
         self.context.prompt(tokens)
 
     def decode(self, ask: Ask) -> Answer:
