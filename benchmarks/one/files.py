@@ -82,7 +82,7 @@ class Workshop:
         return out, sizes
 
     def write_head_gguf(self) -> Path | None:
-        """Write the head for llama.cpp, if the shape has one; `write_gguf` has written the trunk."""
+        """Write the head for llama.cpp, if the shape has one, after the trunk."""
         if self.shape.head is None:
             return None
         config, out = self.folder / "head.json", self.folder / f"{self.shape.gguf}-head.gguf"
