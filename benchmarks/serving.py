@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from peer.llama_server import started
@@ -247,7 +248,7 @@ def main() -> None:
             flags = ["--tokenizer", *(["--module"] if arguments.llama_drafts else [])]
             convert(find_model(arguments.model).folder, weights, kind, *flags)
             for drafts in sorted({0, arguments.llama_drafts}):
-                room = {
+                room: dict[str, Any] = {
                     "slots": SLOTS,
                     "rows": SLOTS * LENGTH,
                     "threads": measure_limits().processors,
