@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from mtpbuild.builder.checkpoint.config import HEAD
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.formats import FORMATS, Format
+from mtpbuild.builder.formats.integers import Integers
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, find_family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
-from mtpbuild.builder.models.common.weight import Layout, Share
+from mtpbuild.builder.models.common.weight import Layout, Share, StoredTensor
 from mtpbuild.builder.models.heads import find_head_of
 from mtpbuild.builder.weights.bit_budget import spend_bits
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.drafter_weights import join_brought
 from mtpbuild.builder.weights.head import open_slice, refuse_other_trunk
-from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
-from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
+from mtpbuild.builder.weights.quantised_view import QuantisedView, format_by, requantise
+from mtpbuild.builder.weights.scheme import IN_FLOATS, IN_INT8, Scheme
 from mtpbuild.builder.weights.table import WeightTable, choose_formats
 from mtpbuild.runtime.contract.manifest import WeightsType
 from mtpbuild.runtime.errors import CheckpointError
@@ -158,9 +160,28 @@ def open_model(
     elif scheme is not None:
         scheme = spend_bits(scheme, config, stored)
         checkpoint = requantise(stored, config, scheme, table.stored.values())
-    table = choose_formats(table, lambda weight: checkpoint.format(weight.name), style)
+    held = IN_INT8 if scheme is None and holds_integers(stored, table) else IN_FLOATS
+    table = choose_formats(
+        table,
+        lambda weight: checkpoint.format(weight.name) or format_head(held, config, weight),
+        style,
+    )
     model = make_model(table, style, device)
     return OpenedModel(source, ids, ranks, scheme, style, stored, config, checkpoint, table, model)
+
+
+def holds_integers(checkpoint: Checkpoint, table: WeightTable) -> bool:
+    """Return whether some weights of the trunk are stored as integers."""
+    names = (name for name in table.stored if not name.startswith(f"{HEAD}."))
+    return any(isinstance(checkpoint.format(name), Integers) for name in names)
+
+
+def format_head(scheme: Scheme, config: ModelConfig, weight: StoredTensor) -> Format | None:
+    """Return a scheme's format for a weight of a published head; None for others.
+
+    Drafts of floats beside a trunk of integers would cost more time than they save.
+    """
+    return format_by(scheme, config, weight) if weight.name.startswith(f"{HEAD}.") else None
 
 
 def check_tokenizer(folder: Path, config: ModelConfig) -> None:

@@ -140,10 +140,11 @@ class Checkpoint:
         """Read a quantised weight's parts in the format in which an engine holds it.
 
         engine_format: None stands for the one in which engines keep the weight's format. Weights
-        in formats that they don't keep are encoded anew.
+        in formats that they don't keep are encoded anew, as floats are.
         """
-        format = self.format(name)
-        assert format is not None
+        if (format := self.format(name)) is None:
+            assert engine_format is not None
+            return encode_anew(name, self.read(name), engine_format, self.losses)
         kept = format.engine_format
         if engine_format is not None and choose_read_format(format, engine_format) is not kept:
             return encode_anew(name, self.read(name), engine_format, self.losses)

@@ -156,6 +156,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 # With this scheme an engine holds floats, whatever the checkpoint has.
 IN_FLOATS = SCHEMES[UNQUANTISED]
+IN_INT8 = replace(SCHEMES["int8"], head="int8", join="int8")
 
 
 def make_scheme(

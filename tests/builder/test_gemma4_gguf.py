@@ -19,15 +19,16 @@ from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tokenizer import make_tokenizer, tokenizer_files
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.files import list_entries, open_checkpoint
 from mtpbuild.builder.weights.gguf_folder import list_splits
 from mtpbuild.builder.weights.head import open_head, read_head_config
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
 from tests.support.gemma4 import SHAPES, make_assistant, make_trunk, save
 from tests.support.gemma4_gguf import names, write_head, write_trunk
 from tests.support.gguf_files import dequantised
-from tests.support.requests import build_request
+from tests.support.requests import build, build_request
 
 EPS = 2**-17  # a file has it in fp32
 WIDE: dict[str, Any] = {  # rows are whole blocks of 32
@@ -261,3 +262,18 @@ def test_the_tokenizer_is_transformers(tmp_path: Path) -> None:
     files = dict(tokenizer_files(file, tmp_path, list_splits()))
     assert json.loads(files["tokenizer_config.json"])["add_bos_token"] is True
     assert json.loads(files["generation_config.json"])["eos_token_id"] == [1, 5, 6]
+
+
+def test_a_head_in_floats_is_int8_beside_integers(tmp_path: Path) -> None:
+    """Its floats would take longer than its drafts save."""
+    sizes = WIDE_SHAPES["dense"]
+    trunk = write_trunk(tmp_path / "a.gguf", make_trunk("dense", **sizes), Type.Q4_0)
+    width = sizes["hidden_size"]
+    head = save(make_assistant("dense", backbone=width, **sizes), tmp_path / "head")
+    request = build_request(trunk, (1,), out=tmp_path / "e", mtp=head, max_seq_len=100)
+    entries = list_entries(build(request)[0].folder / WEIGHTS)
+    stored = {entry.name: entry.shape[-1] // 128 for entry in entries}
+    products = {name: bits for name, bits in stored.items() if name.endswith("_proj.values")}
+    assert {bits for name, bits in products.items() if not name.startswith("mtp.")} == {4}
+    products |= {"mtp.0.lm_head.values": stored["mtp.0.lm_head.values"]}
+    assert {bits for name, bits in products.items() if name.startswith("mtp.")} == {8}
