@@ -53,7 +53,8 @@ class Side:
 
     def run(self, threads: int) -> Answers:
         """Return answers by name; "first" has the seconds from start to first token."""
-        warm(self.path)
+        for path in (self.path, *([self.head] if self.head else [])):
+            warm(path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts, "caches": self.caches}
         job |= {"head": None if self.head is None else str(self.head)}

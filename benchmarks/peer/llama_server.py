@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PATIENCE = 600  # most seconds to load, or for an answer
@@ -24,11 +24,12 @@ def started(
     threads: int,
     drafts: int = 0,
     head: str | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[str]:
     """Run the server on a free port until the block ends; yield its URL once it has loaded.
 
     rows: tokens of all slots together. drafts: drafts per step of the file's MTP module, or of the
-    file `head`; 0 runs none.
+    file `head`; 0 runs none. flags: others.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,6 +40,7 @@ def started(
         command += ["--spec-type", "draft-mtp", "--spec-draft-n-max", str(drafts)]
     if head:
         command += ["--model-draft", head]
+    command += flags
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

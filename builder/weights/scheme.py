@@ -89,8 +89,8 @@ class Scheme:
             # Beside an int4 head the embedding is int8, since a step reads only a few of its rows.
             "embedding": "int8" if self.head == "int4" else self.head,
             "head": self.head,
-            # No text depends on the head of a published draft head, so it is int4 where drafts are.
-            "draft_head": self.mtp if self.head and self.mtp == "int4" else self.head,
+            # No text depends on the head of a published draft head, so it is as coarse as drafts.
+            "draft_head": "int4" if self.head and self.mtp == "int4" else self.head,
             "join": self.join,
             "mtp": self.mtp,
             "main": self.main,

@@ -108,6 +108,7 @@ def test_layers_of_one_size(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_kv_shared_layers": 36}, "no layer before them has rows that they could read"),
     ({"per_layer_config": {}, "layer_types": -1}, "layer_types must be a list of 35 names"),
+    ({"per_layer_config": {}, "layer_types": [[]] * 35}, "layer_types must be a list of 35 names"),
     ({"per_layer_config": {"4": {"head_dim": 8}}}, "layers of one kind with different sizes"),
     ({"rope_parameters": {"full_attention": 5}}, "must hold an object for each kind of layers"),
     ({"use_bidirectional_attention": "all"}, "text that sees later tokens"),
@@ -338,6 +339,10 @@ def test_the_head_of_drafts_is_int4(windowed: Path) -> None:
     """Its format costs no text anything; the trunk's is int8."""
     stored = {entry.name: entry.shape for entry in list_entries(windowed / WEIGHTS)}
     assert [stored[f"{at}lm_head.values"][-1] // 128 for at in ("", "mtp.0.")] == [8, 4]
+
+
+def test_keys_of_int8_caches_are_balanced(windowed: Path) -> None:
+    assert read_manifest(windowed).build.balanced_keys
 
 
 def same(one: Result, other: Result) -> bool:

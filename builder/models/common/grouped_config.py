@@ -40,7 +40,12 @@ class GroupedConfig(ModelConfig):
             return None  # a head of another repository, whose sizes are its own
         queries = self.num_attention_heads // self.num_key_value_heads
         return KeyRows(
-            at, self.head_dim, self.rotary_dim, queries, self.use_qk_norm, self.attention_bias
+            at,
+            self.head_dim,
+            self.rotary_dim,
+            queries,
+            has_norm=self.use_qk_norm,
+            has_bias=self.attention_bias,
         )
 
     def check(self) -> None:

@@ -66,8 +66,7 @@ class AssistantConfig(Gemma4Config, HeadConfig):
                     f"its trunk has {key} {value}, the model {theirs[key]}: this head is another "
                     "model's"
                 )
-        kinds = {*trunk.full_layers[: trunk.first_shared]}
-        if not {*self.full_layers} <= kinds:
+        if not {*self.full_layers} <= trunk.last_rows.keys():
             raise CheckpointError("it reads rows of a kind of layers that the model does not have")
 
     def list_read_layers(self, trunk: ModelConfig) -> list[int]:

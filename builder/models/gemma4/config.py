@@ -108,8 +108,7 @@ class Gemma4Config(MoEConfig):
 
     def check_shared(self) -> None:
         """Raise CheckpointError if layers share rows that no layer has."""
-        kinds = {*self.full_layers[: max(0, self.first_shared)]}
-        if self.num_kv_shared_layers and kinds != {*self.full_layers}:
+        if self.num_kv_shared_layers and {*self.last_rows} != {*self.full_layers}:
             raise CheckpointError(
                 f"num_kv_shared_layers {self.num_kv_shared_layers}: no layer before them has rows "
                 "that they could read"
@@ -138,7 +137,8 @@ class Gemma4Config(MoEConfig):
         elif layer >= self.first_shared:
             layer = self.last_rows[self.full_layers[layer]]
         width, queries = self.width(layer), self.num_attention_heads // self.key_heads(layer)
-        return KeyRows(f"model.layers.{layer}.", width, width, queries, True, False)
+        name = f"model.layers.{layer}."
+        return KeyRows(name, width, width, queries, has_norm=True, has_bias=False)
 
     @property
     def last_rows(self) -> dict[bool, int]:
@@ -148,7 +148,7 @@ class Gemma4Config(MoEConfig):
     @property
     def first_shared(self) -> int:
         """The first layer without rows of its own, or the number of layers."""
-        return self.num_hidden_layers - self.num_kv_shared_layers
+        return max(0, self.num_hidden_layers - self.num_kv_shared_layers)
 
     def width(self, layer: int) -> int:
         """Return the size of a layer's heads."""
@@ -193,7 +193,7 @@ def read_full_sizes(text: Mapping[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(f"{LAYER_CONFIGS} must be an object of objects")
     kinds = text.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []  # `read_kinds` refuses what is none
-    sizes = [configs.get(str(i), configs.get(kind, {})) for i, kind in enumerate(kinds)]
+    sizes = [configs.get(str(i), configs.get(str(kind), {})) for i, kind in enumerate(kinds)]
     full = [size for size, kind in zip(sizes, kinds, strict=True) if kind == FULL]
     others = [size for size, kind in zip(sizes, kinds, strict=True) if kind != FULL]
     if any(size != full[0] for size in full[1:]) or any(others):
