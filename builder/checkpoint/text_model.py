@@ -13,7 +13,9 @@ TOWERS = (
 )
 STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, out, in]
 # MLX's stacks, of experts and of kv_b_proj's heads, and a part of their numbers.
-MLX_STACK = re.compile(r"(.*\.)(?:switch_mlp\.(\w+)|(embed_q|unembed_out))\.(weight\w*)")
+MLX_STACK = re.compile(
+    r"(.*\.)(?:(?:switch_mlp|experts\.switch_glu)\.(\w+)|(embed_q|unembed_out))\.(weight\w*)"
+)
 Part = tuple[int, int, int]  # expert, its first row, number of rows
 
 

@@ -141,7 +141,8 @@ def list_paths(name: str) -> tuple[str, ...]:
     module, dot, projection = name.removesuffix(".weight").rpartition(".")
     stack, _, number = module.rpartition(".")
     if number.isdigit() and stack.endswith(".experts"):
-        module = f"{stack.removesuffix('.experts')}.switch_mlp"
+        layer = stack.removesuffix(".experts")
+        module = f"{layer}.switch_mlp" if layer.endswith(".mlp") else f"{stack}.switch_glu"
     path = module + dot + projection
     return path, f"language_model.{path}", path.removeprefix("mtp.")
 

@@ -59,8 +59,12 @@ class InputSums:
                 self.sums[name][tile, start:].addmm_(rows[:, tile].T, rows[:, start:])
             self.counts[name] = self.counts.get(name, 0) + len(rows)
 
-    def add_run(self, products: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Tensor:
+    def add_run(
+        self, products: Mapping[str, nn.Module], run: Callable[[], Tensor], width: int | None = None
+    ) -> Tensor:
         """Run a layer on a batch, add the inputs of all its products, and return its results.
+
+        width: of the hidden states, with which a result begins; None: it is all of it.
 
         An error of a product that adds to the residual stream matters as much as it is large
         beside that: so such inputs are divided by the norm of their token's result. Else a
@@ -77,7 +81,7 @@ class InputSums:
         finally:
             for each in hooks:
                 each.remove()
-        norms = y.float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
+        norms = y[..., :width].float().norm(dim=-1, keepdim=True).clamp(min=1e-6)
         weights = norms.median() / norms
         for name, x in inputs:
             adds = name.endswith(ADDING) and x.shape[:-1] == y.shape[:-1]  # not of some tokens
@@ -172,7 +176,7 @@ class Calibration:
             wanted = {name: part for name, part in products.items() if self._is_wanted(name)}
             sums = InputSums()
             for run in runs:
-                yield sums.add_run(wanted, run)
+                yield sums.add_run(wanted, run, self.config.hidden_size)
             parts |= self._encode(sums, lambda name: wanted[name].weight.split(PIECE))
 
     def _encode(self, sums: InputSums, rows: Callable[[str], Iterable[Tensor]]) -> Parts:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mtpbuild.builder.models import ModelConfig, find_family_of
-from mtpbuild.builder.models.common.copies import EMBEDDING
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.rope import compute_rope_tables
 from mtpbuild.builder.stages import Watch, say_time_left
@@ -31,10 +30,10 @@ LayerPass = Callable[[Iterable[Tensor], Parts], Iterator[Tensor]]
 class KnownEmbedding(nn.Module):
     """The rows of an embedding that some tokens need."""
 
-    def __init__(self, checkpoint: Checkpoint | QuantisedView, tokens: Tensor) -> None:
+    def __init__(self, checkpoint: Checkpoint | QuantisedView, name: str, tokens: Tensor) -> None:
         super().__init__()
         self.tokens, rows, start = tokens.unique(), list[Tensor](), 0
-        for piece in checkpoint.rows(EMBEDDING):
+        for piece in checkpoint.rows(name):
             end = start + len(piece)
             here = self.tokens[(self.tokens >= start) & (self.tokens < end)]
             rows.append(piece[here - start])
@@ -71,7 +70,12 @@ class StreamedModel:
             plain.cos, plain.sin = compute_rope_tables(config.rope, width, longest)
         self.plain.lm_head = nn.Identity()
         tokens = torch.cat([batch.flatten() for batch in batches])
-        self.plain.model.embed_tokens = KnownEmbedding(checkpoint, tokens)
+        for name, part in plain.model.named_children():
+            at = self.name_of(part)
+            if isinstance(part, nn.Embedding):
+                setattr(plain.model, name, KnownEmbedding(checkpoint, f"{at}.weight", tokens))
+            elif part is not plain.model.norm and not [*part.children()]:
+                self._load(part)  # it makes the layers' inputs
 
     def name_of(self, module: nn.Module) -> str:
         return self._names[module]
@@ -79,10 +83,7 @@ class StreamedModel:
     @contextmanager
     def loaded(self, module: nn.Module) -> Iterator[dict[str, nn.Linear]]:
         """Hold a module's weights in memory; yield its products by their weights' names."""
-        at, same = self.name_of(module), self.family.duplicates(self.config)
-        names = {key: f"{at}.{key}" for key in module.state_dict()}
-        weights = {key: self.checkpoint.read(same.get(name, name)) for key, name in names.items()}
-        module.load_state_dict(weights, assign=True)
+        at = self._load(module)
         try:
             yield {
                 f"{at}.{name}.weight": part
@@ -91,6 +92,14 @@ class StreamedModel:
             }
         finally:
             module.to("meta")
+
+    def _load(self, module: nn.Module) -> str:
+        """Read a module's weights; return its name."""
+        at, same = self.name_of(module), self.family.duplicates(self.config)
+        names = {key: f"{at}.{key}" for key in module.state_dict()}
+        weights = {key: self.checkpoint.read(same.get(name, name)) for key, name in names.items()}
+        module.load_state_dict(weights, assign=True)
+        return at
 
     def inputs(self, i: int, hidden: Iterable[Tensor]) -> Iterable[Tensor]:
         """Return the inputs of main layer i, from the hidden states of the layer before it."""

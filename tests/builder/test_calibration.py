@@ -179,6 +179,7 @@ def whole_model(folder: Path, batches: list[Tensor]) -> dict[str, Tensor]:
     [
         "mimo",
         "gemma4-mixture",
+        "gemma4-small",
         *(pytest.param(n, marks=pytest.mark.full) for n in FAMILIES if n != "mimo"),
     ],
 )

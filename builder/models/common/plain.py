@@ -26,15 +26,15 @@ class PlainLM(nn.Module):
 
     @property
     def has_lone_layers(self) -> bool:
-        """Whether a layer needs only the hidden states of the one before it (`run_layer`)."""
-        return False
+        """Whether a layer needs only what the one before it returned (`run_layer`)."""
+        return True
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the first layer's input [B, T, hidden]."""
+        """Return the first layer's input [B, T, ..]."""
         raise NotImplementedError
 
     def run_layer(self, i: int, x: Tensor) -> Tensor:
-        """Run main layer i alone on x [B, T, hidden]."""
+        """Run main layer i alone on x [B, T, ..]: hidden states, and what its family adds."""
         raise NotImplementedError
 
     def head_input(self, hidden: Tensor) -> Tensor:

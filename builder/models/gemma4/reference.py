@@ -156,45 +156,67 @@ class PlainGemma4(PlainLM):
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.lm_head.weight = self.model.embed_tokens.weight
 
-    @property
-    def has_lone_layers(self) -> bool:
-        return not (self.config.num_kv_shared_layers or self.config.hidden_size_per_layer_input)
-
     def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first layer's input [B, T, hidden], and behind it those that layers own."""
         x: Tensor = self.model.embed_tokens(tokens) * math.sqrt(self.config.hidden_size)
-        return x
+        return torch.cat([x, self.make_inputs(tokens, x)], -1)
 
-    def run_layer(
-        self,
-        i: int,
-        x: Tensor,
-        layer_input: Tensor | None = None,
-        shared: dict[bool, tuple[Tensor, Tensor]] | None = None,
-    ) -> Tensor:
+    def run_layer(self, i: int, x: Tensor) -> Tensor:
+        """Run main layer i on x [B, T, hidden], behind which is what it and later layers read.
+
+        These are the inputs that layers own, and the rows that are shared, from the layers that
+        wrote them. The last layer returns [B, T, hidden] alone.
+        """
         c, full = self.config, self.config.full_layers[i]
+        sources = sorted(c.last_rows.values()) if c.num_kv_shared_layers else []
+        written = [layer for layer in sources if layer < i]
+        sizes = [2 * c.key_heads(layer) * c.width(layer) for layer in written]
+        own = c.num_hidden_layers * c.hidden_size_per_layer_input
+        x, inputs, *rows = x.split([c.hidden_size, own, *sizes], -1)
+        shared = {
+            c.full_layers[layer]: unpack_rows(part, c.key_heads(layer))
+            for layer, part in zip(written, rows, strict=True)
+        }
         rope, width = (c.full_rope, c.global_head_dim) if full else (c.rope, c.head_dim)
         angles = compute_rope_tables(rope, width, x.shape[1])
-        y: Tensor = self.model.layers[i](x, layer_input, angles, {} if shared is None else shared)
-        return y
+        layer_input = inputs.unflatten(-1, (c.num_hidden_layers, -1))[:, :, i] if own else None
+        y: Tensor = self.model.layers[i](x, layer_input, angles, shared)
+        if i == c.num_hidden_layers - 1:
+            return y
+        if i in sources:
+            rows.append(pack_rows(*shared[full]))
+        return torch.cat([y, inputs, *rows], -1)
 
     def main(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        inputs, shared = self.make_inputs(tokens, x), dict[bool, tuple[Tensor, Tensor]]()
         for i in range(self.config.num_hidden_layers):
-            x = self.run_layer(i, x, None if inputs is None else inputs[:, :, i], shared)
-        return self.model.norm(x)
+            x = self.run_layer(i, x)
+        y: Tensor = self.model.norm(x)
+        return y
 
-    def make_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:
-        """Return the inputs [B, T, layers, P] that layers have of their own."""
+    def make_inputs(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs [B, T, layers * P] that layers have of their own."""
         c, P = self.config, self.config.hidden_size_per_layer_input
         if not P:
-            return None
+            return x[..., :0]
         stored = self.model.embed_tokens_per_layer(tokens) * math.sqrt(P)
         projected = self.model.per_layer_model_projection(x) * c.hidden_size**-0.5
         normed = self.model.per_layer_projection_norm(projected.unflatten(-1, (-1, P)))
-        return (normed + stored.unflatten(-1, (-1, P))) * 2**-0.5
+        inputs: Tensor = (normed.flatten(-2) + stored) * 2**-0.5
+        return inputs
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.lm_head(hidden)
         cap = self.config.final_logit_softcapping
         return (logits / cap).tanh() * cap if cap else logits
+
+
+def pack_rows(keys: Tensor, values: Tensor) -> Tensor:
+    """Return rows [B, T, 2 * G * D] of keys and values [B, G, T, D]."""
+    return torch.stack([keys, values], 2).permute(0, 3, 2, 1, 4).flatten(2)
+
+
+def unpack_rows(rows: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, heads, T, D] of rows [B, T, 2 * heads * D]."""
+    keys, values = rows.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)
+    return keys, values
