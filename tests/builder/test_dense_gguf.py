@@ -5,15 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tokenizers
 import torch
-from gguf import GGMLQuantizationType as Type
 from tokenizers import pre_tokenizers
-from torch import Tensor
 
 from mtpbuild.builder.gguf.container import GgufFile
 from mtpbuild.builder.gguf.tokenizer import make_tokenizer
@@ -23,20 +20,9 @@ from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.gguf_folder import list_splits
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support import model_tokenizers
+from tests.support.dense_gguf import write_dense
 from tests.support.families import make_config, make_family
-from tests.support.gguf_files import usual, write_tensors
 
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}  # fmt: skip
-GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -58,11 +44,6 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def permute(weight: Tensor, heads: int) -> Tensor:
-    """Put each head's pairs (i, i + d / 2) side by side, as converters of Llama do."""
-    return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-
-
 def llama3_factors(theta: float, width: int, factor: float) -> npt.NDArray[np.float32]:
     """Compute what converters store: one factor per pair, by which frequencies are divided."""
     factors = []
@@ -78,47 +59,16 @@ def llama3_factors(theta: float, width: int, factor: float) -> npt.NDArray[np.fl
     return np.array(factors, dtype=np.float32)
 
 
-def write_dense(path: Path, name: str, factors: npt.NDArray[np.float32] | None = None) -> Path:
-    """Write a family's random model as llama.cpp's converter would, in F32."""
-    c = make_config(name, **CHANGES[name])
+def write_family(path: Path, name: str, factors: npt.NDArray[np.float32] | None = None) -> Path:
     model = make_family(name, **CHANGES[name])
-    writer = gguf.GGUFWriter(path, name)
-    width = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(width)
-    writer.add_rope_dimension_count(width)
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    writer.add_rope_freq_base(c.get("rope_theta", 1000000.0))
-    counts = {"q": c["num_attention_heads"], "k": c["num_key_value_heads"]}
-    tensors = dict[str, npt.NDArray[np.float32]]()
-    for tensor, value in model.state_dict().items():
-        if tensor == "lm_head.weight" and c.get("tie_word_embeddings"):
-            continue
-        if tensor in NAMES:
-            tensors[NAMES[tensor]] = value.numpy()
-            continue
-        _, _, layer, rest = tensor.split(".", 3)
-        part, _, ending = rest.rpartition(".")
-        head = part.removeprefix("self_attn.").removesuffix("_proj")
-        if name == "llama" and head in counts:
-            value = permute(value, counts[head])
-        tensors[f"blk.{layer}.{GGUF_NAMES[part]}.{ending}"] = value.contiguous().numpy()
-    if factors is not None:
-        tensors["rope_freqs.weight"] = factors
-    write_tensors(writer, tensors, usual(Type.F32))
-    return path
+    return write_dense(path, make_config(name, **CHANGES[name]), model, factors)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_weights_and_configuration(name: str, tmp_path: Path) -> None:
     c = make_config(name, **CHANGES[name])
     factors = llama3_factors(c["rope_theta"], c["head_dim"], 8.0) if name == "llama" else None
-    folder = find_model(str(write_dense(tmp_path / "a.gguf", name, factors))).folder
+    folder = find_model(str(write_family(tmp_path / "a.gguf", name, factors))).folder
     checkpoint, wanted = open_checkpoint(folder), make_family(name, **CHANGES[name])
     assert load_config(folder) == find_family(c).config.parse(c)
     states = wanted.state_dict()
@@ -131,7 +81,7 @@ def test_factors_of_another_scaling_are_refused(tmp_path: Path) -> None:
     c = make_config("llama", **CHANGES["llama"])
     factors = llama3_factors(c["rope_theta"], c["head_dim"], 8.0)
     factors[-2] *= 1.5
-    path = write_dense(tmp_path / "a.gguf", "llama", factors)
+    path = write_family(tmp_path / "a.gguf", "llama", factors)
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight are not Llama 3's factors"):
         find_model(str(path))
 

@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,20 +28,14 @@ from mtpbuild.builder.weights.head import open_head, read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
-from tests.reference.eagle3 import PlainEagle3, make_head
+from tests.reference.eagle3 import LAYER, TAPS, PlainEagle3, make_head
+from tests.support.eagle3_gguf import write_gguf_head
 from tests.support.families import make_family, save_family
-from tests.support.gguf_files import usual, write_tensors
 from tests.support.invoke import refusal
 from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
 from tests.support.steps import CHUNK, check_steps
 
-LAYER: dict[str, Any] = {
-    "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61,
-    "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 1,
-}  # fmt: skip
-TAPS = "eagle_aux_hidden_state_layer_ids"
 Change = dict[str, Any]
 # What a head's values are, whether it has an embedding of its own, and how its maker writes them.
 DIALECTS: dict[str, tuple[Change, bool, str]] = {
@@ -122,48 +115,6 @@ def load_with_head(
     values = dict(join_slices(convert_weights(model.checkpoint, model.table)))
     program.load_state_dict(values, assign=True, strict=True)
     return program.eval(), plain
-
-
-GGUF_NAMES = {
-    "fc": "fc", "input_norm": "enc.output_norm", "norm": "output_norm",
-    "embed_tokens": "token_embd", "lm_head": "output", "input_layernorm": "blk.0.attn_norm",
-    "hidden_norm": "blk.0.attn_norm_2", "post_attention_layernorm": "blk.0.ffn_norm",
-    **{f"self_attn.{x}_proj": f"blk.0.attn_{x}" for x in "qkv"},
-    "self_attn.o_proj": "blk.0.attn_output",
-    **{f"mlp.{x}_proj": f"blk.0.ffn_{x}" for x in ("gate", "up", "down")},
-}  # fmt: skip
-
-
-def write_gguf_head(path: Path, raw: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    """Write a head as llama.cpp's converter does, in F32."""
-    writer = gguf.GGUFWriter(path, "eagle3")
-    writer.add_block_count(1)
-    writer.add_vocab_size(raw["vocab_size"])
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_key_length(raw["head_dim"])
-    writer.add_rope_dimension_count(raw["head_dim"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_rope_freq_base(raw["rope_theta"])
-    writer.add_array("eagle3.target_layers", raw[TAPS])
-    writer.add_uint32("eagle3.target_hidden_size", raw["target_hidden_size"])
-    for key in ("norm_before_residual", "norm_before_fc"):
-        writer.add_bool(f"eagle3.{key}", raw.get(key, False))
-    heads = {"q": raw["num_attention_heads"], "k": raw["num_key_value_heads"]}
-    tensors = dict[str, Any]()
-    for name, value in weights.items():
-        if name == "d2t":
-            tensors["d2t"] = (value + torch.arange(len(value))).numpy()
-            continue
-        renamed = GGUF_NAMES[name.removeprefix("layers.0.").removesuffix(".weight")]
-        if (part := renamed.rpartition("_")[2]) in heads:  # pairs side by side, as Llama's
-            value = value.reshape(heads[part], 2, -1, value.shape[-1]).swapaxes(1, 2).flatten(0, 2)
-        tensors[f"{renamed}.weight"] = value.contiguous().numpy()
-    write_tensors(writer, tensors, usual(Type.F32))
-    return path
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "specforge", "narrow"])

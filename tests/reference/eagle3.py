@@ -8,6 +8,13 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM
 
+LAYER: dict[str, Any] = {
+    "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61,
+    "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 1,
+}  # fmt: skip
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -35,7 +42,7 @@ class PlainEagle3(PlainLM):
         super().__init__()
         self.config, self.raw, self.weights = config, raw, weights
         self.trunk = (trunk,)
-        self.taps, self.eps = raw["eagle_aux_hidden_state_layer_ids"], raw["rms_norm_eps"]
+        self.taps, self.eps = raw[TAPS], raw["rms_norm_eps"]
 
     def main(self, tokens: Tensor) -> Tensor:
         trunk, width = self.trunk[0], tokens.shape[1]
@@ -122,7 +129,7 @@ def make_head(trunk: PlainCausalLM, raw: dict[str, Any], embeds: bool, seed: int
         weights[f"layers.0.{name}.weight"] = torch.rand(h) + 0.5
     weights["norm.weight"] = torch.rand(h) + 0.5
     if raw.get("use_aux_hidden_state", True):
-        taps = len(raw["eagle_aux_hidden_state_layer_ids"])
+        taps = len(raw[TAPS])
         weights["fc.weight"] = torch.randn(h, taps * c.hidden_size) / (taps * c.hidden_size) ** 0.5
         if raw.get("norm_before_fc"):
             weights["input_norm.weight"] = torch.rand(taps * c.hidden_size) + 0.5

@@ -1,0 +1,88 @@
+"""llama.cpp's server, whose log says what it drafted.
+
+`tools/peers_env.sh` makes it; without it tests that have `NEEDS_SERVER` skip.
+"""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import pytest
+from torch import Tensor
+
+from tests.support.scripts import ROOT, benchmark
+
+PROGRAM = ROOT / ".venv-peers" / "bin" / "llama-server"
+NEXTN, COUNT = 3, 40  # drafts of a step, tokens of an answer
+CACHES = [f"--cache-type-{cache}" for cache in ("k", "v", "k-draft", "v-draft")]
+CANDIDATE = re.compile(r"draft candidate\s+0, pos\s+(\d+):\s+(\d+) ")
+NEEDS_SERVER = [
+    pytest.mark.full,
+    pytest.mark.skipif(not PROGRAM.exists(), reason="tools/peers_env.sh has not been run"),
+]
+
+
+@dataclass
+class DraftingServer:
+    """A running server with a head."""
+
+    url: str
+    log: Path
+
+    def answer(self, prompt: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Return the greedy continuation of a prompt, and the drafts of each step."""
+        seen = len(self.log.read_text(errors="replace"))
+        body = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "ignore_eos": True}
+        data = json.dumps(body | {"cache_prompt": False, "return_tokens": True}).encode()
+        asked = urllib.request.Request(
+            f"{self.url}/completion", data, headers={"Content-Type": "application/json"}
+        )
+        with benchmark("llama_server").DIRECT.open(asked) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens, read_drafts(self.log.read_text(errors="replace")[seen:])
+
+
+def read_drafts(log: str) -> list[list[int]]:
+    steps = list[list[int]]()
+    for place, token in CANDIDATE.findall(log):
+        if place == "0":
+            steps.append([])
+        steps[-1].append(int(token))
+    return steps
+
+
+@contextmanager
+def started(kind: str, trunk: Path, head: Path) -> Iterator[DraftingServer]:
+    """Start the server in fp32; kind: a `--spec-type`."""
+    log = head.with_name("log")
+    flags = ["--log-file", str(log), "--verbosity", "9", "--flash-attn", "off"]
+    flags += [part for flag in CACHES for part in (flag, "f32")]
+    flags += ["--spec-type", kind, "--spec-draft-n-max", str(NEXTN)]
+    room = {"slots": 1, "rows": 512, "threads": 1, "head": str(head), "flags": flags}
+    with benchmark("llama_server").started(PROGRAM, trunk, **room) as url:
+        yield DraftingServer(url, log)
+
+
+def write_texts(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """Write a text for each token, which the server wants."""
+    benchmark("gguf_file").write_made_up_texts(writer, vocab_size)
+
+
+def count_equal(drafts: list[int], logits: list[Tensor], near: float) -> int:
+    """Return how many drafts of a step are the best; fail if others are not nearly so."""
+    gaps = [float(x.max() - x[i]) for i, x in zip(drafts, logits, strict=True)]
+    other = next((i for i, gap in enumerate(gaps) if gap), NEXTN)
+    # Later ones go on from another token.
+    assert other == NEXTN or gaps[other] < near, f"draft {other + 1} differs by {gaps[other]}"
+    return other
+
+
+def count_emitted(drafts: list[int], following: list[int]) -> int:
+    """Return how many tokens a step with these drafts emits."""
+    right = [a == b for a, b in zip(drafts, following, strict=False)]
+    return 1 + [*right, False].index(False)
