@@ -128,7 +128,15 @@ def calls() -> dict[str, Op]:
             token_rows | {"sum": token},
         ),
         Op("Norm", {"x": x, "weight": floats(K)}, token_rows, {"epsilon": 1e-6}),
+        Op(
+            "NormSum",
+            {"x": x, "y": floats(B, T, K, seed=4), "weight": floats(K), "factor": floats(1)},
+            {"x": token, "y": token},
+            {"epsilon": 1e-6},
+        ),
+        Op("SoftCap", {"x": x}, token_rows, {"cap": 30.0}, saturates=("x",)),
         Op("Gate", {"x": x, "z": floats(B, T, K, seed=4)}, {"x": token, "z": token}, {"silu": 1}),
+        Op("Gate", {"x": x, "z": floats(B, T, K, seed=4)}, {"x": token, "z": token}, {"gelu": 1}),
         Op(
             "Gate",
             {"x": x, "z": floats(B, T, K, seed=4)},
@@ -146,6 +154,14 @@ def calls() -> dict[str, Op]:
             {"groups": 4, "kept": 2, "experts": 4, "always": 1, "normalise": 1, "factor": 1.0},
             (F, np.int32),
             saturates=("x", "bias"),
+        ),
+        Op(
+            "SoftmaxRoute",
+            {"x": floats(B, T, 4), "scales": floats(4)},
+            token_rows,
+            {"experts": 4},
+            (F, np.int32),
+            saturates=("x",),
         ),
         Op(
             "Weigh",
