@@ -144,10 +144,13 @@ def find_head_place(request: BuildRequest, *, may_fetch: bool) -> Path | None:
 
     may_fetch: whether a repository's files are fetched if they are not here.
     """
-    place, recipe = request.mtp, name_model(request.model).recipe
+    place = request.mtp
     if place is not None and (place.exists() or REPOSITORY.fullmatch(str(place)) is None):
         return place
-    name = str(place) if place else recipe.head if recipe and request.nextn != (0,) else None
+    recipe = None if request.nextn == (0,) else name_model(request.model).recipe
+    if place is None and recipe is not None and recipe.head_folder is not None:
+        return recipe.head_folder
+    name = str(place) if place else recipe.head if recipe else None
     if name is None:
         return None
     if (here := find_cached_snapshot(name)) is not None:

@@ -48,14 +48,20 @@ class Recipe(BaseModel):
     target: str = DEFAULT_TARGET  # unless --target names another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # on Hugging Face
-    head: str | None = None  # a repository there, whose head drafts for this model
-    download: int | None = None  # GB that a build reads of it
+    head: str | None = None  # drafts for this model: a repository there, or a folder beside
+    download: int | float | None = None  # GB that a build reads of it
     copies: bool = False  # its MTP layers repeat embedding and head
     made_from: str | None = None  # the recipe of the model that `mtpbuild quantize` reads
 
     @property
     def config_folder(self) -> Path:
         return find_recipe_folder() / self.config
+
+    @property
+    def head_folder(self) -> Path | None:
+        """The folder of a head that is shipped; None: it is in a repository, or there is none."""
+        folder = find_recipe_folder() / (self.head or "")
+        return folder if self.head and folder.is_dir() else None
 
     @property
     def summary(self) -> str:

@@ -20,6 +20,7 @@ from mtpbuild.builder.models.common.weight import Share, StoredTensor, stays_fp3
 from mtpbuild.builder.models.heads import join_config
 from mtpbuild.builder.plan.recipe import HEAD_CONFIG, Recipe, find_model, find_recipe
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme
 from mtpbuild.builder.weights.table import FormatOf, WeightTable, choose_formats, make_family_table
@@ -82,6 +83,8 @@ def load_recipe_config(recipe: Recipe) -> ModelConfig:
     config = load_config(recipe.config_folder)
     if recipe.head is None:
         return config
+    if recipe.head_folder is not None:
+        return read_head_config(recipe.head_folder, recipe.config_folder, config)
     return join_config(config, read_json(recipe.config_folder / HEAD_CONFIG))
 
 

@@ -41,7 +41,7 @@ def test_names() -> None:
         "glm-4.7 glm-4.7-flash glm-5 glm-5.1 glm-5.2 kimi-k2-instruct mimo-7b-rl "
         "moonlight-16b-a3b-instruct qwen-tiny qwen3-next-80b-a3b qwen3.5-0.8b "
         "qwen3.5-122b-a10b qwen3.5-27b qwen3.5-2b qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.5-4b "
-        "qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b qwen3.8-27b"
+        "qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b qwen3.8-27b smollm2-135m"
     )
 
 

@@ -171,15 +171,16 @@ class PlainGemma4(PlainLM):
         sources = sorted(c.last_rows.values()) if c.num_kv_shared_layers else []
         written = [layer for layer in sources if layer < i]
         sizes = [2 * c.key_heads(layer) * c.width(layer) for layer in written]
-        own = c.num_hidden_layers * c.hidden_size_per_layer_input
-        x, inputs, *rows = x.split([c.hidden_size, own, *sizes], -1)
+        input_width = c.num_hidden_layers * c.hidden_size_per_layer_input
+        x, inputs, *rows = x.split([c.hidden_size, input_width, *sizes], -1)
         shared = {
             c.full_layers[layer]: unpack_rows(part, c.key_heads(layer))
             for layer, part in zip(written, rows, strict=True)
         }
         rope, width = (c.full_rope, c.global_head_dim) if full else (c.rope, c.head_dim)
         angles = compute_rope_tables(rope, width, x.shape[1])
-        layer_input = inputs.unflatten(-1, (c.num_hidden_layers, -1))[:, :, i] if own else None
+        by_layer = inputs.unflatten(-1, (c.num_hidden_layers, -1)) if input_width else None
+        layer_input = None if by_layer is None else by_layer[:, :, i]
         y: Tensor = self.model.layers[i](x, layer_input, angles, shared)
         if i == c.num_hidden_layers - 1:
             return y
