@@ -2,8 +2,8 @@
 
     python tools/real_models.py fetch              # prints the path of the GGUF file
     tools/peers_env.sh                             # once: llama.cpp, in .venv-peers
-    mtpbuild build --model smollm2-135m --checkpoint FILE --nextn 0,1,2,3,auto --weights int8
-    python benchmarks/real_text.py FILE engines/smollm2_135m_n*_int8
+    mtpbuild build --model smollm2-135m --checkpoint FILE --nextn 0,1,2,3,auto --weights int4
+    python benchmarks/real_text.py FILE engines/smollm2_135m_n{0,1,2,3,auto}_int4
 
 All sides answer the same 40 prompts (questions, code of Python's library, pages of docs/), at
 temperature 0 and 0.7, one at a time and in turn: so a prompt meets all sides in the same seconds of
@@ -24,7 +24,6 @@ import string
 import textwrap
 import urllib.request
 from collections import defaultdict
-from dataclasses import replace
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from script import PEERS, run
 
 from mtpbuild.lab.measure.host import measure_bandwidth
 from mtpbuild.runtime import Engine, Result, SamplingParams
+from mtpbuild.runtime.errors import UsageError
 
 LLAMA = "llama.cpp"
 TOKENS, LEAST, ROWS = 128, 16, 2048  # most and fewest of an answer that counts; of a context
@@ -58,9 +58,8 @@ QUESTIONS = (
 )
 FUNCTIONS: tuple[Any, ...] = (
     calendar.monthrange, calendar.leapdays, difflib.get_close_matches, difflib.ndiff,
-    fnmatch.filter,
-    heapq.nsmallest, inspect.cleandoc, json.loads, shlex.join, statistics.median, string.capwords,
-    textwrap.dedent, textwrap.shorten,
+    fnmatch.filter, heapq.nsmallest, inspect.cleandoc, json.loads, shlex.join, statistics.median,
+    string.capwords, textwrap.dedent, textwrap.shorten,
 )  # fmt: skip
 PAGES = (
     "acceptance", "adaptive", "bench", "cpu-kernels", "distributed", "engine-format", "eval",
@@ -100,15 +99,13 @@ def measure(
 ) -> tuple[Speeds, list[str]]:
     """Answer all prompts on all sides in turn; return speeds, and lines about drafts and texts."""
     speeds: Speeds = defaultdict(lambda: defaultdict(list))
-    first, how = next(iter(engines.values())), SamplingParams(temperature=temperature, seed=0)
+    first = next(iter(engines.values()))
+    how = SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=0)
     results, short = defaultdict[str, list[Result]](list), 0
     for kind, text in prompts:
         ids = first.chat_ids([{"role": "user", "content": text}])
         count, speed = ask_llama(url, ids, temperature)
-        answers = {
-            name: engine.generate(ids, replace(how, max_tokens=TOKENS))
-            for name, engine in engines.items()
-        }
+        answers = {name: engine.generate(ids, how) for name, engine in engines.items()}
         for name, answer in answers.items():
             results[name].append(answer)
         if min(count, *(len(answer.token_ids) for answer in answers.values())) < LEAST:
@@ -160,9 +157,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1, help="take every so-manieth prompt")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    server = PEERS / "llama-server"
+    if not server.is_file():
+        raise UsageError(f"{server}: no such file: tools/peers_env.sh makes it")
+    if not args.file.is_file():
+        raise UsageError(f"{args.file}: no such file: tools/real_models.py fetches it")
     prompts, console = list_prompts()[:: args.prompts], Console(width=100)
     room = {"slots": 1, "rows": ROWS, "threads": args.threads}
-    with started(PEERS / "llama-server", args.file, **room) as url:
+    with started(server, args.file, **room) as url:
         engines = {
             folder.name: Engine.load(folder, threads=args.threads, prefix_cache=False)
             for folder in args.engines

@@ -1,24 +1,30 @@
 """Recipes: which there are, where their weights are looked for, what is said without them."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mtpbuild.builder.checkpoint.shards import INDEX
+from mtpbuild.builder.compiler.source import find_head_place
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import (
     choose_default_target,
     find_model,
     find_recipe,
+    find_recipe_folder,
     load_recipes,
     name_model,
     suggest_instead_of,
 )
+from mtpbuild.builder.plan.weight_classes import load_recipe_config
 from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.runtime.contract.targets import target_names
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
+from tests.support.requests import build_request
 from tests.support.stand_ins import importing
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
@@ -43,6 +49,19 @@ def test_names() -> None:
         "qwen3.5-122b-a10b qwen3.5-27b qwen3.5-2b qwen3.5-35b-a3b qwen3.5-397b-a17b qwen3.5-4b "
         "qwen3.5-9b qwen3.6-27b qwen3.6-35b-a3b qwen3.8-27b smollm2-135m"
     )
+
+
+def test_a_head_that_is_shipped() -> None:
+    """Drafts take it unless --mtp names another; its configuration has the drafted tokens."""
+    request = build_request("smollm2-135m", (3,))
+    place = find_head_place(request, may_fetch=False)
+    assert place == find_recipe_folder() / "smollm2_135m_mtp"
+    assert find_head_place(replace(request, nextn=(0,)), may_fetch=False) is None
+    assert find_head_place(replace(request, mtp=Path()), may_fetch=False) == Path()
+    recipe = find_recipe("smollm2-135m")
+    assert recipe is not None
+    assert load_recipe_config(recipe).num_nextn_predict_layers == 1
+    assert len(json.loads((place / "draft_vocab.json").read_text())) == 8192
 
 
 def test_each_has_a_configuration_a_layout_and_a_source() -> None:

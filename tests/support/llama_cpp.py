@@ -6,7 +6,7 @@
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,29 @@ def write_texts(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     benchmark("gguf_file").write_made_up_texts(writer, vocab_size)
 
 
+def check_drafts(
+    server: DraftingServer,
+    prompt: list[int],
+    wanted: list[int],
+    logits: Callable[[list[int]], list[Tensor]],
+    near: float,
+) -> None:
+    """Check an answer and each step's drafts; others may be drafted where logits are so near.
+
+    logits: returns those of each draft after some tokens.
+    """
+    answer, steps = server.answer(prompt)
+    assert answer == wanted
+    place, equal = 1, 0
+    for drafts in steps:
+        if place >= COUNT:
+            break
+        equal += count_equal(drafts, logits(prompt + answer[:place]), near)
+        right = [a == b for a, b in zip(drafts, answer[place:], strict=False)]
+        place += 1 + [*right, False].index(False)
+    assert equal > COUNT
+
+
 def count_equal(drafts: list[int], logits: list[Tensor], near: float) -> int:
     """Return how many drafts of a step are the best; fail if others are not nearly so."""
     gaps = [float(x.max() - x[i]) for i, x in zip(drafts, logits, strict=True)]
@@ -80,9 +103,3 @@ def count_equal(drafts: list[int], logits: list[Tensor], near: float) -> int:
     # Later ones go on from another token.
     assert other == NEXTN or gaps[other] < near, f"draft {other + 1} differs by {gaps[other]}"
     return other
-
-
-def count_emitted(drafts: list[int], following: list[int]) -> int:
-    """Return how many tokens a step with these drafts emits."""
-    right = [a == b for a, b in zip(drafts, following, strict=False)]
-    return 1 + [*right, False].index(False)

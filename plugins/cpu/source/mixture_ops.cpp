@@ -157,12 +157,13 @@ struct SoftmaxRoute : FloatOperator {
 
   void compute(Call& call) const {
     Tensor logits = call.input(0), scales = call.input(1);
-    int64_t all = logits.last(), rows = logits.rows();
+    int64_t all = logits.last();
     REQUIRE(logits.rank() > 0 && scales.is({all}) && experts > 0 && experts <= all, name,
             "logits " + logits.text() + ", scales " + scales.text());
     std::vector<int64_t> shape = logits.with_last(experts);
     float* weights = call.output(shape);
     int32_t* ids = call.output<int32_t>(shape, 1);
+    int64_t rows = logits.rows();
     run_tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
       const float* row = logits.data<float>() + m * all;
       std::vector<char> taken(all, 0);
