@@ -17,6 +17,7 @@ from mtpbuild.plugins.accept_rewind.op import accept_best, accept_rewind, best_o
 from mtpbuild.plugins.causal_conv.op import causal_conv, last_inputs
 from mtpbuild.plugins.definition import EMPTY_RESULTS, NODES
 from mtpbuild.plugins.delta_rule.op import delta_advance, delta_rule
+from mtpbuild.plugins.draw.op import draw
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits
 from mtpbuild.plugins.experts.op import experts
 from mtpbuild.plugins.experts_packed.op import experts_packed
@@ -41,7 +42,7 @@ from mtpbuild.plugins.norm_sum.op import norm_sum
 from mtpbuild.plugins.product_packed.op import product_packed
 from mtpbuild.plugins.rope.op import rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows
-from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
+from mtpbuild.plugins.shaped_probs.op import shaped_probs
 from mtpbuild.plugins.soft_cap.op import soft_cap
 from mtpbuild.plugins.softmax_route.op import softmax_route
 from mtpbuild.plugins.sparse_rows.op import choose_rows, index_keys

@@ -1,8 +1,7 @@
 """How a step judges and chooses tokens: greedily in all slots, or as each request asks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.collectives import gather_best
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
-from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, shaped_probs_op
+from mtpbuild.plugins import accept_best, accept_mixed_op, accept_rewind, draw, shaped_probs
 from mtpbuild.plugins.accept_mixed.op import (
     Verdict,
     accept_mixed,
@@ -25,7 +24,7 @@ from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.logit_edits import without_banned
 from mtpbuild.plugins.penalties import PENALTY_CONTROLS, apply_penalties, record_window
-from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
+from mtpbuild.plugins.shaped_probs.op import SHAPING, list_shaping
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
 from mtpbuild.runtime.contract.rules import Rule
 
@@ -148,7 +147,7 @@ class MixedAcceptance(Acceptance):
         not_greedy = self.controls["temperature"] > 0
         sampled = (logits, number, self.controls["sampled_drafts"], shaping)
         if self._history is None:
-            draft, probs = when(not_greedy.any(), _draw_draft, _choose_greedy_draft, sampled)
+            draft, probs = when(not_greedy.any(), draw_draft, _choose_greedy_draft, sampled)
         else:
             not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in PENALTY_CONTROLS}
@@ -194,14 +193,7 @@ class KernelAcceptance(MixedAcceptance):
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.controls, self.lengths, k)
-        controls = list_controls(self.core())
-        draft, probs = sample(
-            logits,
-            lambda logits: shaped_probs_op(logits, controls),
-            number,
-            self.controls["sampled_drafts"],
-            self.controls["temperature"],
-        )
+        draft, probs = draw_draft(logits, number, self.controls["sampled_drafts"], self.controls)
         self.probs.append(probs)
         return draft
 
@@ -217,7 +209,7 @@ class KernelAcceptance(MixedAcceptance):
         window = state["window"]
         rates = self.controls["synthetic"]
         at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
-        p = shaped_probs_op(without_banned(logits, at, self.controls), list_controls(self.core()))
+        p = shaped_probs(without_banned(logits, at, self.controls), *list_shaping(self.controls))
         judged = gather_rule_inputs(p, window, draft_probs, at, state["thinking"], self.controls)
         for rule in self.rules:
             assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
@@ -233,11 +225,20 @@ def list_slot_operands(
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
-def _draw_draft(
+def draw_draft(
     logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls
 ) -> tuple[Tensor, ...]:
-    shape = partial(shaped_probs, controls=shaping)
-    return sample(logits, shape, number, sampled_drafts, shaping["temperature"])
+    """Return a draft [B, 1] and the distribution [B, 1, V] that it was drawn from.
+
+    It is drawn at number [B, 1] in slots that sample their drafts; others take the argmax, whose
+    distribution is a point mass.
+    """
+    best = logits.argmax(-1)
+    samples = sampled_drafts & (shaping["temperature"] > 0)
+    q = shaped_probs(logits, *list_shaping(shaping))
+    point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
+    draft = torch.where(samples[:, None], draw(q, number)[0], best)
+    return draft, torch.where(samples[:, None, None], q, point)
 
 
 def _draw_penalised_draft(
@@ -251,27 +252,7 @@ def _draw_penalised_draft(
     edits: Controls,
 ) -> tuple[Tensor, ...]:
     logits = apply_penalties(logits, history, lengths, ahead, edits)
-    return _draw_draft(logits, number, sampled_drafts, shaping)
-
-
-def sample(
-    logits: Tensor,
-    shape: Callable[[Tensor], Tensor],
-    number: Tensor,
-    sampled_drafts: Tensor,
-    temperature: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return a draft [B, 1] and the distribution [B, 1, V] that it was drawn from.
-
-    shape: makes the distribution of logits. It is drawn from at number [B, 1] in slots that sample
-    their drafts; others take the argmax, whose distribution is a point mass.
-    """
-    best = logits.argmax(-1)
-    samples = sampled_drafts & (temperature > 0)
-    q = shape(logits)
-    point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
-    draft = torch.where(samples[:, None], draw(q, number)[0], best)
-    return draft, torch.where(samples[:, None, None], q, point)
+    return draw_draft(logits, number, sampled_drafts, shaping)
 
 
 def _choose_greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:

@@ -17,8 +17,9 @@ from mtpbuild.plugins.block_verification import verify_block
 from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.control_tensors import Controls, name_controls
 from mtpbuild.plugins.definition import define
+from mtpbuild.plugins.draw.op import draw
 from mtpbuild.plugins.logit_edits import edit_logits
-from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
+from mtpbuild.plugins.shaped_probs.op import list_shaping, shaped_probs
 from mtpbuild.runtime.contract.controls import (
     ACCEPT,
     BLOCK_DRAFT,
@@ -94,7 +95,7 @@ def accept_mixed(
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # of the model's own logits, before bans and penalties
     logits = edit_logits(logits, at, window, controls, history, grammar)
-    p = shaped_probs(logits, controls)  # [B, T, V]
+    p = shaped_probs(logits, *list_shaping(controls))  # [B, T, V]
     numbers = controls["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
     operands = (p, window, draft_probs, real, numbers)
@@ -181,14 +182,25 @@ def accept_mixed_op(
     return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
 
 
-def _draw_targets(
-    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, numbers: Tensor, asked: Controls
-) -> tuple[Tensor, ...]:
+def _draw_targets(*operands: Any) -> tuple[Tensor, ...]:
     """Sample each row; return three tensors [B, T].
 
     The first is the token that the row emits if the step ends there, the second its margin (see
     `draw`), the third whether rejection or block mode keeps the row's draft.
     """
+    rejects = operands[-1]["rejection"].any()
+    return when(rejects, _draw_after_rejection, _draw_strictly, operands)
+
+
+def _draw_strictly(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, numbers: Tensor, asked: Controls
+) -> tuple[Tensor, ...]:
+    return *draw(p, numbers[:, DRAFT]), torch.zeros_like(real)
+
+
+def _draw_after_rejection(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, numbers: Tensor, asked: Controls
+) -> tuple[Tensor, ...]:
     K, V = draft_probs.shape[1:]
     rejection, block = asked["rejection"][:, None], asked["block"][:, None]
     weights, kept = p, torch.zeros_like(real)
@@ -226,7 +238,10 @@ def _accept(inputs: RuleInputs, window: Tensor, target: Tensor, kept: Tensor) ->
     sampled = controls["temperature"][:, None] > 0
     forced = controls["synthetic"] >= 0
     by_chance = controls["rejection"][:, None] & sampled & ~forced
-    near = _is_near(inputs) & inputs.thinking & ~sampled
+    relaxed = {name: controls[name] for name in ("relaxed_topk", "relaxed_delta")}
+    operands = (inputs.p, inputs.p_draft, inputs.drafts, relaxed)
+    near = when((relaxed["relaxed_topk"] > 1).any(), _find_near, _find_none, operands)[0]
+    near = near & inputs.thinking & ~sampled
     # No torch.where: ONNX Runtime has no Where for bool. Ids outside the vocabulary are not kept.
     good = (by_chance & kept) | (~by_chance & ~forced & ((inputs.drafts == target) | near))
     good = good | (forced & (inputs.numbers < controls["synthetic"]))
@@ -306,16 +321,18 @@ def _decide_nothing(rule: Rule) -> Branch:
     return decide
 
 
-def _is_near(inputs: RuleInputs) -> Tensor:
+def _find_near(p: Tensor, p_draft: Tensor, drafts: Tensor, relaxed: Controls) -> tuple[Tensor, ...]:
     """Return [B, T]: whether relaxed mode keeps the draft, by its rank and distance in p."""
-    p, drafts = inputs.p, inputs.drafts[..., None]
-    p_draft = p.gather(-1, drafts)  # as in `gather_rule_inputs`, so that a graph has it once
     ids = torch.arange(p.shape[-1], device=p.device)
-    rank = ((p > p_draft) | ((p == p_draft) & (ids < drafts))).sum(-1)
-    gap = p.amax(-1) - inputs.p_draft
-    wanted, delta = (inputs.controls[f"relaxed_{name}"][:, None] for name in ("topk", "delta"))
-    possible = inputs.p_draft > 0  # not banned
-    return possible & (wanted > 1) & (rank < wanted) & (gap <= delta)
+    least = p_draft[..., None]
+    rank = ((p > least) | ((p == least) & (ids < drafts[..., None]))).sum(-1)
+    wanted, delta = (control[:, None] for control in relaxed.values())
+    possible = p_draft > 0  # not banned
+    return (possible & (wanted > 1) & (rank < wanted) & (p.amax(-1) - p_draft <= delta),)
+
+
+def _find_none(p: Tensor, p_draft: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return (torch.zeros_like(p_draft, dtype=torch.bool),)
 
 
 def _find_phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ A filter is a threshold, the bits of which are found `BITS` at a time: each laun
 thresholds in all blocks of the vocabulary. Programs return at once if their slot has no filter.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from mtpbuild.plugins.accept_rewind.triton import (
     vocabulary_block,
     without,
 )
-from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch, Launches, round_up_to_tile, run_launches
-from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
+from mtpbuild.plugins.shaped_probs.op import shaped_probs
 
 BITS = tl.constexpr(5)
 TRIED = tl.constexpr(1 << BITS.value)
@@ -279,13 +277,16 @@ def law_launches(logits: Tensor, known: dict[str, Any]) -> tuple[Launch, ...]:
     return tuple(launches)
 
 
-def shaped_probs_launches(logits: Tensor, controls: Sequence[Tensor]) -> Launches:
+def shaped_probs_launches(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Launches:
     """Return the launches of shaped_probs."""
-    known: dict[str, Any] = {**name_controls(controls), **dict.fromkeys(("window", *BANS))}
+    known: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    known |= {"min_p": min_p, **dict.fromkeys(("window", *BANS))}
     launches = law_launches(logits, known)
     probs = torch.empty_like(logits)
     shape = Launch.by_name(shape_block, launches[-1].grid, known, (probs,), warps=8)
     return Launches((*launches, shape), probs)
 
 
-shaped_probs_triton = run_launches(shaped_probs_op, shaped_probs_launches, "logits")
+shaped_probs_triton = run_launches(shaped_probs, shaped_probs_launches, "logits")

@@ -9,9 +9,9 @@ import math
 import pytest
 import torch
 
+from mtpbuild.plugins import draw, shaped_probs
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
 from mtpbuild.plugins.control_tensors import Controls
-from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
 from mtpbuild.runtime.sampling.params import COLDEST
 from tests.support.acceptance_cases import (
@@ -67,8 +67,7 @@ def test_case(case: Case) -> None:
 
 def shaped(rows: list[list[float]], *settings: float) -> torch.Tensor:
     """`shaped_probs` of one slot's rows, with its temperature, top_k, top_p and min_p."""
-    shaping = {name: torch.tensor([value]) for name, value in zip(SHAPING, settings, strict=True)}
-    return shaped_probs(torch.tensor([rows]).log(), shaping)[0]
+    return shaped_probs(torch.tensor([rows]).log(), *(torch.tensor([x]) for x in settings))[0]
 
 
 @pytest.mark.parametrize(
@@ -110,10 +109,9 @@ def test_the_coldest_temperature_leaves_the_most_probable_token() -> None:
     """Of logits of any size; a forbidden token has none."""
     for size in (1e-6, 1.0, 1e6):
         logits = size * torch.tensor([[[1.0, -9.0, 3.0, 2.0, 3.0 - 1e-6, -torch.inf]]])
-        asked = dict(zip(SHAPING, map(torch.tensor, ([COLDEST], [0], [1.0], [0.0])), strict=True))
-        assert shaped_probs(logits, asked)[0, 0].tolist() == [0, 0, 1, 0, 0, 0]
-        asked["top_p"] = torch.tensor([0.5])
-        assert shaped_probs(logits, asked)[0, 0].tolist() == [0, 0, 1, 0, 0, 0]
+        for top_p in (1.0, 0.5):
+            shaping = map(torch.tensor, ([COLDEST], [0], [top_p], [0.0]))
+            assert shaped_probs(logits, *shaping)[0, 0].tolist() == [0, 0, 1, 0, 0, 0]
 
 
 def test_the_margin_is_the_distance_to_the_cell_border() -> None:

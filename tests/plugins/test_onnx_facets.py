@@ -115,7 +115,7 @@ def ints(*values: int) -> Tensor:
 def test_every_op_has_a_facet() -> None:
     registered = {name for name in _dispatch_get_all_op_names() if name.startswith("mtpbuild::")}
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
-    others = ("moe", "accept_mixed", "shaped_probs", "matmul_scaled", "matmul_wide")
+    others = ("moe", "accept_mixed", "matmul_scaled", "matmul_wide")
     fused = ("gated_product", "mla_queries", "mla_values")
     of_ranks = ("best_of_blocks", "accept_best", "sum_of_ranks")
     names = (*others, *fused, *of_ranks)

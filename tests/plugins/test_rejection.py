@@ -14,11 +14,11 @@ from torch import Tensor
 
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
+from mtpbuild.plugins import draw, shaped_probs
 from mtpbuild.plugins.accept_mixed import op as mixed
 from mtpbuild.plugins.accept_mixed.op import RuleInputs
 from mtpbuild.plugins.block_verification import verify_block
 from mtpbuild.plugins.control_tensors import Controls
-from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
 from mtpbuild.runtime.contract.rules import Rule
 from tests.support import chain as language
@@ -183,8 +183,8 @@ def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def q_for_p(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: Tensor, asked: Controls) -> Tensor:
-        return shaped_probs(torch.roll(logits, 1, dims=-1), asked)
+    def wrong(logits: Tensor, *shaping: Tensor) -> Tensor:
+        return shaped_probs(torch.roll(logits, 1, dims=-1), *shaping)
 
     patch.setitem(vars(mixed), "shaped_probs", wrong)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.control_tensors import name_controls
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import compile_launch
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, list_control_shapes
@@ -78,6 +79,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches, moe_route_launches
+    from mtpbuild.plugins.shaped_probs.op import list_shaping
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
     from mtpbuild.plugins.sparse_rows.triton import choose_rows_launches
 
@@ -117,7 +119,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         *choose_rows_launches(*chooses, *place, s.rows, False).each,
         *accept_rewind_launches(logits, window, slots, slots, on).each,
         *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
-        *shaped_probs_launches(logits, asked).each,
+        *shaped_probs_launches(logits, *list_shaping(name_controls(asked))).each,
         *moe_route_launches(
             empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5
         ).each,

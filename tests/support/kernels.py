@@ -24,13 +24,13 @@ from mtpbuild.plugins import (
     mla_attention,
     moe,
     moe_route,
-    shaped_probs_op,
+    shaped_probs,
 )
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.control_tensors import Controls, list_controls
 from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.moe.op import NO_EXPERT
-from mtpbuild.plugins.shaped_probs.op import shaped_probs
+from mtpbuild.plugins.shaped_probs.op import list_shaping
 from mtpbuild.runtime.contract.controls import (
     CONTROLS,
     CORE_CONTROLS,
@@ -322,7 +322,7 @@ def check_filters(case: Mixed, device: str) -> None:
     """Check the tokens that top-k, top-p and min-p leave, found without sorting."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
-    wanted = shaped_probs(case.logits, case.asked).flatten(0, 1)
+    wanted = shaped_probs(case.logits, *list_shaping(case.asked)).flatten(0, 1)
     for law in accept_mixed_launches(*case.to(device).operands).each:
         law.run()
         if law.kernel.__name__ == "law_of_row":
@@ -357,9 +357,9 @@ def check_shaped_probs(
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
     if coldest is not None:
         case.asked["temperature"].fill_(coldest)
-    wanted = shaped_probs_op(case.logits, list_controls(case.asked))
+    wanted = shaped_probs(case.logits, *list_shaping(case.asked))
     moved = case.to(device)
-    got = shaped_probs_launches(moved.logits, list_controls(moved.asked)).run().cpu()
+    got = shaped_probs_launches(moved.logits, *list_shaping(moved.asked)).run().cpu()
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 

@@ -41,7 +41,7 @@ def keeps(judged: Any) -> Any:
 def chooses(judged: Any, numbers: Any) -> Any:
     import torch
 
-    from mtpbuild.plugins.shaped_probs.op import draw
+    from mtpbuild.plugins import draw
 
     rest = (judged.p[:, :-1] - kept_mass(judged)).clamp(min=0)
     return draw(torch.cat([rest, judged.p[:, -1:]], 1) + 1e-30, numbers)

@@ -133,6 +133,8 @@ struct Kernels {
   void (*sigmoid)(const float* x, int64_t count, float* out);
   // x [count] -> cap * tanh(x / cap)
   void (*soft_cap)(const float* x, int64_t count, float cap, float* out);
+  // x [count] -> exp((x - top) / temperature), exactly 0 where that is below exp(-87)
+  void (*weigh)(const float* x, int64_t count, float top, float temperature, float* out);
   // Ties go to the lowest index; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
   // Attends to positions begin .. end - 1: at most SPLIT, and begin is a multiple of SPLIT. rows:

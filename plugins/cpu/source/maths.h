@@ -99,6 +99,18 @@ void soft_cap(const float* x, int64_t count, float cap, float* out) {
   }
 }
 
+void weigh(const float* x, int64_t count, float top, float temperature, float* out) {
+  // exp() clamps, so its least value stands for 0. It is too small to change a weight above 1e-30.
+  Floats most = same(top), divisor = same(temperature), least = exp(same(-87.0f));
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t some = count - i < LANES ? count - i : LANES;
+    float lanes[LANES];
+    Floats e = exp(div(sub(load_some(x + i, some), most), divisor));
+    store(lanes, sub(e, least));
+    std::memcpy(out + i, lanes, some * sizeof(float));
+  }
+}
+
 // Finds the largest number of each stretch of a row, then its index in one stretch. Lane i sums
 // exponentials i, i + 16, ..; an exponential is at least 1e-32. If there is a NaN, the first is the
 // result.

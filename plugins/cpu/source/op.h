@@ -41,6 +41,19 @@ std::unique_ptr<T[]> scratch(Sizes... sizes) {
   return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
 }
 
+// Sums a row. Lane i sums numbers i, i + 16, .., wherever the row lies; then the lanes are added by
+// halves.
+inline float sum_of(const float* row, int64_t size) {
+  float lanes[LANES] = {};
+  int64_t whole = size / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES)
+    for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += row[i + lane];
+  for (int64_t i = whole; i < size; i++) lanes[i - whole] += row[i];
+  for (int64_t width = LANES / 2; width > 0; width /= 2)
+    for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
 // Runs tasks, on the session's threads if they have enough work together.
 template <class F>
 void run_tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {

@@ -205,8 +205,7 @@ struct ArgMax : FloatOperator {
   }
 };
 
-// x [.., N] -> the sum [..] of each row. Lane i sums numbers i, i + 16, .., wherever the row lies;
-// then the lanes are added by halves.
+// x [.., N] -> the sum [..] of each row
 struct Sum : FloatOperator {
   static constexpr const char* name = "Sum";
   static constexpr Operand inputs[] = {FLOAT};
@@ -218,17 +217,8 @@ struct Sum : FloatOperator {
     REQUIRE(x.rank() > 0, name, "rows " + x.text());
     int64_t rows = x.rows(), size = x.last();
     float* y = call.output({x.shape.begin(), x.shape.end() - 1});
-    run_tasks(call, rows, product(rows, size), [&](int64_t m) {
-      const float* row = x.data<float>() + m * size;
-      float lanes[LANES] = {};
-      int64_t whole = size / LANES * LANES;
-      for (int64_t i = 0; i < whole; i += LANES)
-        for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] += row[i + lane];
-      for (int64_t i = whole; i < size; i++) lanes[i - whole] += row[i];
-      for (int64_t width = LANES / 2; width > 0; width /= 2)
-        for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-      y[m] = lanes[0];
-    });
+    run_tasks(call, rows, product(rows, size),
+              [&](int64_t m) { y[m] = sum_of(x.data<float>() + m * size, size); });
   }
 };
 
