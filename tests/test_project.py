@@ -149,6 +149,9 @@ def test_the_packages_are_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     code = {path.parent for part in PACKAGES for path in (ROOT / part).rglob("*.py")}
     data = data_folders()
     assert {ROOT / "recipes" / recipe.config for recipe in load_recipes()} <= data
+    assert {f"mtpbuild.recipes.{folder.name}" for folder in data} <= SETUPTOOLS[
+        "package-data"
+    ].keys()
     found = ["mtpbuild." + ".".join(f.relative_to(ROOT).parts) for f in code | data]
     assert sorted(given["packages"]) == ["mtpbuild", *sorted(found)]
     own = {f"mtpbuild.{part}": part for part in PACKAGES}

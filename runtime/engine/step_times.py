@@ -195,7 +195,7 @@ class StepTimes:
         else:
             gain = column / variance
             self._errors = self._errors + gain * error
-            self._covariance -= np.outer(gain, column)
+            self._covariance -= gain[:, None] * column
             self._factors = np.exp(self._errors)
         self._steps += 1
         if self._steps % KEEP_STEPS == 0:
