@@ -147,7 +147,7 @@ class MixedAcceptance(Acceptance):
         not_greedy = self.controls["temperature"] > 0
         sampled = (logits, number, self.controls["sampled_drafts"], shaping)
         if self._history is None:
-            draft, probs = when(not_greedy.any(), draw_draft, _choose_greedy_draft, sampled)
+            draft, probs = when(not_greedy.any(), _draw_draft, _choose_greedy_draft, sampled)
         else:
             not_greedy = not_greedy | self.controls["penalised"]
             edits = {name: self.controls[name] for name in PENALTY_CONTROLS}
@@ -193,7 +193,7 @@ class KernelAcceptance(MixedAcceptance):
     def choose(self, logits: Tensor, k: int) -> Tensor:
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.controls, self.lengths, k)
-        draft, probs = draw_draft(logits, number, self.controls["sampled_drafts"], self.controls)
+        draft, probs = _draw_draft(logits, number, self.controls["sampled_drafts"], self.controls)
         self.probs.append(probs)
         return draft
 
@@ -225,7 +225,7 @@ def list_slot_operands(
     return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
-def draw_draft(
+def _draw_draft(
     logits: Tensor, number: Tensor, sampled_drafts: Tensor, shaping: Controls
 ) -> tuple[Tensor, ...]:
     """Return a draft [B, 1] and the distribution [B, 1, V] that it was drawn from.
@@ -252,7 +252,7 @@ def _draw_penalised_draft(
     edits: Controls,
 ) -> tuple[Tensor, ...]:
     logits = apply_penalties(logits, history, lengths, ahead, edits)
-    return draw_draft(logits, number, sampled_drafts, shaping)
+    return _draw_draft(logits, number, sampled_drafts, shaping)
 
 
 def _choose_greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:

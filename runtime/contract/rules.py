@@ -58,7 +58,7 @@ class Rule:
 
     chooses: the token after a rejection. It takes `RuleInputs` and numbers [B, T], uniform in
     [0, 1), which nothing else reads. It returns tokens [B, T] and their margins, as `draw` of
-    plugins/shaped_probs/op.py does. Without it, and where no draft was rejected, the token is that
+    plugins/draw/op.py does. Without it, and where no draft was rejected, the token is that
     of strict acceptance. Targets with acceptance kernels refuse a rule that chooses.
 
     lossless: whether the rule claims that texts above temperature 0 have the model's distribution,

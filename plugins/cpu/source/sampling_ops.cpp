@@ -48,8 +48,8 @@ struct ShapedProbs : FloatOperator {
     auto heap = scratch<float>(size);
     float* begin = heap.get();
     float* end = std::copy_if(weights, weights + size, begin, [&](float w) { return w > tiny; });
-    float* rest =
-        end;  // from here on weights are sorted, the largest last; those before are a heap
+    // Weights from `rest` on are sorted, the largest last; those before it are a heap.
+    float* rest = end;
     auto sort_next = [&] { std::pop_heap(begin, rest--); };
     std::make_heap(begin, rest);
     if (counts) {
@@ -101,9 +101,9 @@ struct Draw : FloatOperator {
     sums[0] = 0.0;
     for (int64_t n = 0; n < stretches; n++)
       sums[n + 1] = sums[n] + sum_of(weights + n * STRETCH, min(STRETCH, size - n * STRETCH));
-    double total = sums[stretches], at = uniform * total, below = 0.0;
+    double total = sums[stretches], at = uniform * total;
     while (stretch < stretches - 1 && sums[stretch + 1] <= at) stretch++;
-    below = sums[stretch];
+    double below = sums[stretch];
     for (i = stretch * STRETCH; i < size - 1 && below + weights[i] <= at; i++) below += weights[i];
     if (!(weights[i] > 0.0f)) {  // rounding has carried `at` up to the total
       while (i > 0 && !(weights[i] > 0.0f)) i--;
