@@ -16,7 +16,10 @@ Belief: TypeAlias = Floats  # [levels] their probabilities, whose sum is 1
 
 LEVELS = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97], np.float32)
 _weights = (LEVELS + 0.1) ** 2
-PRIOR: Belief = _weights / _weights.sum()  # a new request's; most MTP modules have 0.7 to 0.9
+PRIOR: Belief = _weights / _weights.sum()  # the first request's; most MTP modules have 0.7 to 0.9
+# A new request's belief is the mean of those of ended ones and of PRIOR, which has the weight of so
+# many requests; an older one keeps this share of its weight at the end of each later one.
+PRIOR_WEIGHT, REQUEST_DECAY = 4.0, 0.9
 # The probability that a level changes in a step. Then the prior holds again.
 CHANGE = 0.005  # in a step with drafts
 IDLE_CHANGE = 0.002  # in a step without drafts; lower, as a doubtful belief leads to costly trials
@@ -30,9 +33,17 @@ class AcceptanceModel:
     """The engine's part of acceptance: the factor of each of `nextn` positions."""
 
     def __init__(self, nextn: int) -> None:
+        self.prior = PRIOR
+        self._ended, self._count = np.zeros_like(PRIOR), 0.0
         self._judged, self._accepted = np.zeros((2, nextn), np.float32)
         self._steps = 0
         self._set_factors(np.ones(nextn, np.float32))
+
+    def end_request(self, belief: Belief) -> None:
+        """Learn from a request's last belief what to expect of new ones."""
+        self._ended = REQUEST_DECAY * self._ended + belief
+        self._count = REQUEST_DECAY * self._count + 1
+        self.prior = (PRIOR_WEIGHT * PRIOR + self._ended) / (PRIOR_WEIGHT + self._count)
 
     def update(self, belief: Belief, accepted: int, drafted: int) -> Belief:
         """Return a request's belief after a step that accepted `accepted` of `drafted` drafts."""

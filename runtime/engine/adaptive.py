@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from mtpbuild.runtime.contract.programs import Adaptive, Bools, Floats, Programs
-from mtpbuild.runtime.engine.acceptance import PRIOR, AcceptanceModel, Belief
+from mtpbuild.runtime.engine.acceptance import AcceptanceModel, Belief
 from mtpbuild.runtime.engine.launcher import ReadOutput, Running, StepLauncher
 from mtpbuild.runtime.engine.step_times import Seconds, StepSize, StepTimes
 
@@ -77,7 +77,10 @@ class AdaptiveNextn(StepLauncher):
         times, last = self._times.seconds(size), self._last
         times /= times[0]
         new = [tokens for request, tokens in left.items() if request not in self._beliefs]
-        self._beliefs = {request: self._beliefs.get(request, PRIOR) for request in left}
+        for request in self._beliefs.keys() - left.keys():
+            self._model.end_request(self._beliefs[request])
+        prior = self._model.prior
+        self._beliefs = {request: self._beliefs.get(request, prior) for request in left}
         beliefs = np.sum([*self._beliefs.values()], 0)
         expected = beliefs @ self._model.tokens
         rates = expected / times

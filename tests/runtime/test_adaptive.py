@@ -239,6 +239,18 @@ def test_a_belief_follows_what_was_accepted() -> None:
     assert belief.max() < sure  # nothing was seen for long
 
 
+def test_requests_profit_from_what_earlier_ones_accepted() -> None:
+    """A new request of a model whose drafts are never accepted tries fewer than the first did."""
+    simulation = Simulation(TABLES["small"])
+    tried = list[int]()
+    for _ in range(8):
+        simulation.run(KINDS["0"])
+        tried.append(sum(simulation.chosen))
+    assert np.mean(tried[4:]) < 0.6 * tried[0]
+    simulation.run(KINDS["0.95"])
+    assert np.mean(simulation.chosen[TOKENS // 10 :]) > 4  # and one that could gain soon does
+
+
 def test_factors_of_positions_are_learnt() -> None:
     """The second of two drafts is never accepted, whatever the first."""
     model = AcceptanceModel(2)
