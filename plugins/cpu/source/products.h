@@ -30,7 +30,7 @@ void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
     zeros = fma(first, same(0.0f), fma(second, same(0.0f), zeros));
   }
   if (tree(zeros) == 0.0f) return;
-  for (int64_t b = 0; b < blocks; b++) out[b] = {NAN, 0, {}};
+  for (int64_t b = 0; b < blocks; b++) out[b] = {NAN, 0, {}, 0};
 }
 
 // Multiplies rows by WIDE vectors of a panel's outputs, from vector `first` on.
