@@ -33,6 +33,7 @@ from tests.support.requests import build
 NUMBERS = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 E8M0 = torch.float8_e8m0fnu
 V4 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+MANY = QUANTIZABLE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 Tensors = dict[str, Tensor]
 
@@ -131,16 +132,16 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return pack(values.flatten(1)), (exponents + 127).to(torch.uint8)
 
 
-def save_mixed(folder: Path) -> Path:
-    """Save a model with routed experts as DeepSeek-V4 has them, and FP8 in the dense MLP."""
-    save_checkpoint(folder, make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+def save_mixed(folder: Path, fp8: str = ".layers.0.mlp.") -> Path:
+    """Save a model with routed experts as DeepSeek-V4 has them; fp8: in FP8 weights' names."""
+    save_checkpoint(folder, make_predictable(**MANY), **MANY)
     tensors = load_file(folder / "model.safetensors")
     for name in [*tensors]:
         module = name.removesuffix(".weight")
         if ".experts." in name and module != name:
             codes, exponents = encode(tensors[name])
             tensors |= {name: codes.view(torch.int8), f"{module}.scale": exponents.view(E8M0)}
-        elif ".layers.0.mlp." in name:
+        elif fp8 in name:
             grid = [-(-size // 128) for size in tensors[name].shape]
             tensors[name] = tensors[name].to(torch.float8_e4m3fn)
             powers = torch.full(grid, 127, dtype=torch.uint8)
@@ -164,16 +165,10 @@ def test_experts_stay_in_fp4(mixed: Path, tmp_path: Path) -> None:
     model = opened(mixed, formats=target.style.formats, pipeline=target.style.pipeline,
                    rounds_to="int8")  # fmt: skip
     held = {name: format.name for name, format in model.table.formats.items()}
-    experts = {
-        f"{at}.mlp.{x}" for at in ("layers.1", "mtp.0") for x in ("gate_up_proj", "down_proj")
-    }
-    stacks = {name for name in held if "experts." in name or name in experts}
-    fours = {name for name in held if held[name] == "mxfp4"}
-    assert fours
-    assert fours <= stacks
-    assert {name for name in held if held[name] == "int8"} == {
-        f"layers.0.mlp.{x}" for x in ("gate_up_proj", "down_proj")
-    }
+    leaves = ("gate_up_proj", "down_proj")
+    dense = {f"layers.0.mlp.{leaf}" for leaf in leaves}
+    fours = {f"{at}.mlp.{leaf}" for at in ("layers.1", "mtp.0") for leaf in leaves}
+    assert held == dict.fromkeys(dense, "int8") | dict.fromkeys(fours, "mxfp4")
     EngineWeights(model).write(tmp_path, siblings=None)
     model.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     whole = load_model(mixed, model.config)
@@ -181,15 +176,17 @@ def test_experts_stay_in_fp4(mixed: Path, tmp_path: Path) -> None:
         module = model.model.get_submodule(name)
         assert isinstance(module, PackedExperts)
         weight = unpacked(module.values, module.scales, module.outputs).mT
-        gates_and_ups = weight.unflatten(-1, (-1, 2, 32)).transpose(-3, -2).flatten(-3)
-        wanted = gates_and_ups if name.endswith("gate_up_proj") else weight
-        assert torch.equal(wanted, whole.get_parameter(name))
-    assert "mxfp4" in describe_formats(model)
-    assert "in fp8) are rounded to int8" in "".join(list_notes(model)) or model.rounded()
+        if name.endswith("gate_up_proj"):  # panels of gates and ups alternate
+            weight = weight.unflatten(-1, (-1, 2, 32)).transpose(-3, -2).flatten(-3)
+        assert torch.equal(weight, whole.get_parameter(name))
+    assert "trunk mxfp4, held in mxfp4; " in describe_formats(model)
+    [note] = list_notes(model)
+    assert note.startswith("quantised weights (3 in fp8) are rounded to int8")
 
 
-def test_an_engine(mixed: Path, tmp_path: Path) -> None:
+def test_an_engine(tmp_path: Path) -> None:
     """It says what the dequantised model says whose products round their inputs to int8."""
+    mixed = save_mixed(tmp_path / "model", "none")
     (built,) = build(BuildRequest(str(mixed), nextn=(1,), max_seq_len=64, out=tmp_path / "e"))
     manifest = read_manifest(built.folder)
     assert (manifest.build.weights, manifest.build.exact) == ("mxfp4", True)
