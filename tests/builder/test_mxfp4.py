@@ -74,8 +74,8 @@ def test_experts_of_deepseek_v4(codes: torch.dtype, scales: torch.dtype, suffix:
     held = format.to_engine_format("x", parts)
     assert {s: make_entry(part) for s, part in held.items()} == FP4.parts((5, 96))
     assert torch.equal(FP4.decode(held).double(), meant)
-    packed = [FP4.pack(s, part) for s, part in held.items()]
-    assert torch.equal(unpacked(*packed, 5).double(), meant)
+    values, powers = (FP4.pack(s, part) for s, part in held.items())
+    assert torch.equal(unpacked(values, powers, 5).double(), meant)
     assert sum(part.nbytes for part in held.values()) * 8 == 4.25 * meant.numel()
     tensors[suffix] = torch.full_like(exponents, 255).view(scales)
     format, parts = read_parts(tensors)
