@@ -45,7 +45,7 @@ from mtpbuild.builder.weights.gguf_folder import (
     make_checkpoint,
 )
 from mtpbuild.builder.weights.head import join_head, open_slice, read_head_config
-from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
 from mtpbuild.runtime.errors import (
     CheckpointError,
     DownloadError,
@@ -389,6 +389,7 @@ def suggest_format(plan: Plan, folder: Path) -> str:
     sizes = {
         name: count_weights_bytes(replace(plan, scheme=build_scheme(name)), folder)
         for name in plan.style.formats
+        if name in SCHEMES
     }
     if not sizes or min(sizes.values()) >= count_weights_bytes(plan, folder):
         return ""

@@ -13,6 +13,7 @@ from mtpbuild.builder.formats.format import make_entry as make_entry
 from mtpbuild.builder.formats.format import refuse_out_of_range as refuse_out_of_range
 from mtpbuild.builder.formats.format import refuse_too_large as refuse_too_large
 from mtpbuild.builder.formats.format import refuse_too_small as refuse_too_small
+from mtpbuild.builder.formats.mxfp4 import POWERS
 
 MODULES: list[FormatModule] = [
     import_module(f"{__name__}.{module.name}").MODULE
@@ -41,7 +42,9 @@ def find_stored_format(
     return next(filter(None, formats), None)
 
 
-def name_own(name: str) -> str:
+def name_own(name: str, dtype: str = "") -> str:
     """Return the name that a checkpoint's tensor has here: `X.weight`, with a part's suffix."""
     ending = f".{name.rpartition('.')[2]}"
+    if ending == ".scale" and dtype in POWERS:  # DeepSeek-V4's; Gemma-4's routers have floats
+        return f"{name.removesuffix(ending)}.weight_scale"
     return name.removesuffix(ending) + NAMES.get(ending, ending)

@@ -36,7 +36,8 @@ class Integers(Format):
     are subnormal in fp16 are rounded away from zero.
 
     offsets: what a block has after its scale, in engines alone: "zeros", a byte that is subtracted
-    from its values besides, or "minima", in fp16, for W = value * weight_scale + minimum.
+    from its values besides, or "minima", in fp16, for W = value * weight_scale + minimum; or
+    "powers", which are in place of its scale (`Fp4`).
     """
 
     block = BLOCK
@@ -254,7 +255,7 @@ def join_integers(formats: tuple[Integers, ...], outputs: tuple[int, ...]) -> In
     first, all become int8, which holds int4 exactly, but not its minima.
     """
     bits, offsets = [format.bits for format in formats], {format.offsets for format in formats}
-    if {"zeros", "minima"} <= offsets:
+    if {"zeros", "minima"} <= offsets or "powers" in offsets:
         return INT8  # to which these are rounded
     same = SHIFTED if "minima" in offsets else MOVED if "zeros" in offsets else USUAL
     if len({*bits}) == 1:
@@ -354,7 +355,7 @@ class BlockMinima(ShiftedIntegers):
 
 def count_coarse_blocks(scales: Tensor) -> int:
     """Count the blocks of integers that lose accuracy because their scale is too small for fp16."""
-    if scales.dtype != torch.float16:
+    if scales.dtype != torch.float16 or (scales.ndim > 2 and scales.shape[-1] < PANEL):
         return 0
     if scales.ndim > 2:
         scales = scales[..., :PANEL]  # without offsets

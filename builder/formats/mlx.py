@@ -9,8 +9,9 @@ from mtpbuild.builder.formats.compressed_tensors import dense, unpack_stream
 from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule, ReadFormat, Shape
 from mtpbuild.builder.formats.fp8 import LARGEST
 from mtpbuild.builder.formats.integers import ShiftedIntegers
+from mtpbuild.builder.formats.mxfp4 import Mxfp4
 from mtpbuild.builder.formats.nvfp4 import MAGNITUDES, NVFP4, unpack
-from mtpbuild.builder.formats.scaled import Mxfp4, ScaledValues
+from mtpbuild.builder.formats.scaled import ScaledValues
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
 METHOD = "mlx"  # MLX's settings name no method
@@ -60,7 +61,7 @@ class MlxFloats(ReadFormat):
 
     @property
     def engine_format(self) -> Format:
-        return self._own
+        return self._own.engine_format
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % self.block == 0
@@ -75,7 +76,10 @@ class MlxFloats(ReadFormat):
         return {suffix: parts[suffix] for suffix in self.suffixes}
 
     def to_engine_format(self, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._as_own(parts)
+        return self._own.to_engine_format(name, self._as_own(parts))
+
+    def fault(self, parts: Mapping[str, Tensor]) -> str | None:
+        return self._own.fault(self._as_own(parts))
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         published = self._as_own(parts)

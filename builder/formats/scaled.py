@@ -9,12 +9,10 @@ from mtpbuild.builder.formats.format import DTYPES, Entry, Format, FormatModule,
 from mtpbuild.builder.formats.fp8 import BLOCK as SIDE
 from mtpbuild.builder.formats.fp8 import FP8, Fp8
 from mtpbuild.builder.formats.integers import BLOCK, INT8, MOVED, Integers
-from mtpbuild.builder.formats.nvfp4 import unpack
-from mtpbuild.builder.lazy_torch import Tensor, torch
+from mtpbuild.builder.formats.mxfp4 import POWERS, as_floats
+from mtpbuild.builder.lazy_torch import Tensor
 
 VALUES = {"F8_E4M3": "fp8", "I8": "int8"}
-MX_GROUP = 32  # columns that share a power of two
-POWERS = ("U8", "F8_E8M0")  # scales of powers of two
 
 
 class ScaledValues(ReadFormat):
@@ -95,43 +93,10 @@ class ScaledValues(ReadFormat):
         return parts
 
 
-class Mxfp4(ReadFormat):
-    """W = value * 2 ** (weight_scale - 127); a byte has the even column in its low nibble."""
-
-    name, bits, block = "mxfp4", 4, MX_GROUP
-    suffixes: tuple[str, ...] = ("", "_scale")
-
-    def __init__(self, scales: str) -> None:
-        self._scales = scales
-
-    def fits(self, shape: Shape) -> bool:
-        return shape[1] % MX_GROUP == 0
-
-    def parts(self, shape: Shape) -> dict[str, Entry]:
-        rows, columns = shape
-        scale = Entry(self._scales, (rows, columns // MX_GROUP))
-        return {"": Entry("U8", (rows, columns // 2)), "_scale": scale}
-
-    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        scales = as_floats(parts["_scale"])[..., None]
-        return (unpack(parts[""]).unflatten(1, (-1, MX_GROUP)) * scales).flatten(1)
-
-
-def as_floats(scales: Tensor) -> Tensor:
-    """Return scales in fp32; bytes are exponents, and 255 is not finite."""
-    if scales.is_floating_point() and scales.dtype != torch.float8_e8m0fnu:
-        return scales.float()
-    exponents = scales.view(torch.uint8).int()
-    bits = torch.where(exponents > 0, exponents << 23, 1 << 22)  # 2 ** -127 is subnormal
-    return bits.int().view(torch.float32)
-
-
 def find_format(
     name: str, entries: Mapping[str, Entry], settings: Mapping[str, Any]
 ) -> Format | None:
     weight, scale = entries[name], entries.get(f"{name}_scale")
-    if weight.dtype == "U8" and scale is not None and scale.dtype in POWERS:
-        return _mxfp4(scale.dtype)
     if weight.dtype not in VALUES or len(weight.shape) != 2 or scale is None:
         return None
     if scale.dtype not in (*DTYPES, *POWERS):
@@ -145,12 +110,9 @@ def find_format(
     )
 
 
-_mxfp4 = cache(Mxfp4)
-
-
 @cache
 def _make_scaled_format(weight: Entry, scale: Entry, zero: Entry | None, sides: Shape) -> Format:
-    if weight.dtype == "F8_E4M3" and sides == (SIDE, SIDE) and scale.dtype in DTYPES and not zero:
+    if weight.dtype == "F8_E4M3" and sides == (SIDE, SIDE) and scale.dtype != "U8" and not zero:
         return Fp8(scale.dtype, "_scale")
     return ScaledValues(weight, scale, zero, sides)
 

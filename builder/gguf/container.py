@@ -73,12 +73,13 @@ class RawTensor:
     def split(self, blocks: Bytes) -> dict[str, npt.NDArray[Any]]:
         """Split blocks [rows, blocks, bytes] into the parts of our integers or of `BlockMinima`.
 
-        Those of Q8_0 and Q4_0 begin with a scale, those of Q4_1 and Q4_K with a minimum after it.
+        Those of Q8_0 and Q4_0 begin with a scale, those of Q4_1 and Q4_K with a minimum after it,
+        those of MXFP4 with an exponent.
         """
         from gguf.quants import Q4_K
 
-        start = 2 if self.type.endswith("_0") else 4
-        halves = np.ascontiguousarray(blocks[..., :start]).view("<f2")
+        start = 1 if self.type == "MXFP4" else 2 if self.type.endswith("_0") else 4
+        halves = np.ascontiguousarray(blocks[..., : start & ~1]).view("<f2")
         if self.type == "Q8_0":
             return {"": blocks[..., 2:] ^ 0x80, "_scale": halves[..., 0]}  # q + 128, unsigned
         scales, minima = halves[..., :1].astype(np.float32), halves[..., 1:].astype(np.float32)
@@ -94,6 +95,8 @@ class RawTensor:
         values = codes[..., 0::2] | codes[..., 1::2] << 4  # ours has neighbours, the even one first
         if self.type == "Q4_0":
             return {"": values, "_scale": halves[..., 0]}
+        if self.type == "MXFP4":
+            return {"": values, "_scale": blocks[..., :1]}
         return {
             "": values,
             "_scale": scales.reshape(rows, -1),

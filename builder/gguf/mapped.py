@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mtpbuild.builder.formats import Entry, Format, Shape
 from mtpbuild.builder.formats.format import GgmlFormat
 from mtpbuild.builder.formats.integers import BLOCK, INT4, INT8, BlockMinima
+from mtpbuild.builder.formats.mxfp4 import FP4
 from mtpbuild.builder.gguf.container import Floats, RawTensor
 from mtpbuild.builder.lazy_torch import Tensor, torch
 
@@ -23,6 +24,7 @@ Order = npt.NDArray[np.intp]
 INTEGERS: dict[str, Format] = {
     "Q8_0": INT8,
     "Q4_0": INT4,
+    "MXFP4": FP4,
     **{kind: BlockMinima(kind.lower()) for kind in ("Q4_1", "Q4_K")},
 }
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -16,7 +16,7 @@ from mtpbuild.builder.checkpoint.config import KeyRows, ModelConfig
 from mtpbuild.builder.formats import Format
 from mtpbuild.builder.models.common.weight import Readable
 from mtpbuild.builder.weights.checkpoint import Checkpoint
-from mtpbuild.plugins.cpu.layout import split_offsets, with_offsets
+from mtpbuild.plugins.cpu.layout import multiply_scales
 
 QUERY_OR_KEY = re.compile(r"(.+\.)self_attn\.([qk])_(proj|norm)\.(weight|bias)")
 INPUT_DEVIATIONS = 3.0  # of a product's inputs, whose mean square the norm makes 1
@@ -45,11 +45,7 @@ class BalancedReader:
         parts = self.checkpoint.read_engine_parts(name, engine_format)
         if (factors := self.find_factors(name)) is None:
             return parts
-        scales, offsets = split_offsets(parts["_scale"])
-        scales = (scales.float() * factors[:, None]).half()
-        if offsets is not None and offsets.dtype == torch.float16:  # minima
-            offsets = (offsets.float() * factors[:, None]).half()
-        return parts | {"_scale": scales if offsets is None else with_offsets(scales, offsets)}
+        return parts | {"_scale": multiply_scales(parts["_scale"], factors)}
 
     def find_factors(self, name: str) -> Tensor | None:
         """Return the factor of each row of a weight of queries or keys; None for other weights."""

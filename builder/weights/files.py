@@ -82,7 +82,7 @@ def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
     name = find_text_name(entry.name)
     if name is None:
         return {}
-    name = name_own(name)
+    name = name_own(name, entry.dtype)
     experts = {
         part_name: replace(entry, shape=(part[2], *entry.shape[2:]) if part[2] else (), part=part)
         for part_name, part in unstack(name, entry.shape)

@@ -147,7 +147,7 @@ def needs_download(request: ForecastRequest) -> bool:
 def make_engine_model(layout: CheckpointLayout, scheme: Scheme | None) -> CostModel:
     """Return the model as an engine holds it, on a machine of unknown speed."""
     config = layout.config
-    style = GraphStyle(formats=FORMATS, rounds_to="int8", pipeline=CPU)
+    style = GraphStyle(formats=(*FORMATS, "mxfp4"), rounds_to="int8", pipeline=CPU)
     format_of = layout.format if scheme is None else partial(format_by, scheme, config)
     classes = count_engine_classes(config, format_of, style)
     if computes_all_experts(config):  # count them like other weights

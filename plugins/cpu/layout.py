@@ -6,6 +6,7 @@ from torch import Tensor
 BLOCK = 32  # inputs that share a scale
 PANEL = 32  # adjacent outputs; the last panel is padded with zeros
 VECTOR = 16  # outputs in a line of 64 bytes: four bytes for each output
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of codes 0..7; bit 3 is the sign
 
 
 def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -13,10 +14,14 @@ def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
 
     A block of 32 bytes holds int8 with zero at 128; a block of 16 bytes holds int4 with zero at 8,
     the low nibble first. scales: fp16 [.., blocks], or with zeros or minima as `with_offsets` joins
-    them. A minimum is what the lowest code stands for.
+    them. A minimum is what the lowest code stands for. Scales uint8 [.., blocks, 1] are exponents
+    of powers of two, and the values are codes of e2m1.
     """
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
+    if are_powers(scales):
+        numbers = values.new_tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float32)
+        return (numbers[values.int()] * raise_two(scales)).flatten(-2)
     factors, offsets = split_offsets(scales)
     factors = factors.float()[..., None]
     shifted = values.float()
@@ -27,6 +32,31 @@ def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
     else:
         return (shifted * factors + offsets.float()[..., None]).flatten(-2)
     return (shifted * factors).flatten(-2)
+
+
+def are_powers(scales: Tensor) -> bool:
+    return scales.dtype == torch.uint8 and scales.shape[-1] == 1
+
+
+def raise_two(exponents: Tensor) -> Tensor:
+    """Return 2 ** (e - 127) of uint8 exponents, in fp32; 255 becomes infinite."""
+    whole = exponents.int()
+    bits = torch.where(whole > 0, whole << 23, 1 << 22)  # 2 ** -127 is subnormal
+    return bits.int().view(torch.float32)
+
+
+def multiply_scales(scales: Tensor, factors: Tensor) -> Tensor:
+    """Multiply the scales of each row, and minima, by a power of two."""
+    if are_powers(scales):
+        exponents = scales.int() + factors.log2().int()[:, None, None]
+        return exponents.clamp(0, 254).byte()
+    halves, offsets = split_offsets(scales)
+    halves = (halves.float() * factors[:, None]).half()
+    if offsets is None:
+        return halves
+    if offsets.dtype == torch.float16:  # minima
+        offsets = (offsets.float() * factors[:, None]).half()
+    return with_offsets(halves, offsets)
 
 
 def with_offsets(scales: Tensor, offsets: Tensor) -> Tensor:
@@ -78,8 +108,11 @@ def pack_values(values: Tensor) -> Tensor:
 def pack_scales(scales: Tensor) -> Tensor:
     """Pack [.., N, K / 32] into fp16 [.., panels, K / 32, 32].
 
-    Zeros or minima come after their block's scales, so that a block has 48 or 64 halves.
+    Zeros or minima come after their block's scales, so that a block has 48 or 64 halves. Exponents
+    of powers of two are bytes, so that it has 16.
     """
+    if are_powers(scales):
+        return _viewed(pack_scales(scales[..., 0].view(torch.int8)), torch.float16)
     factors, offsets = split_offsets(scales)
     filled = _fill(factors, factors.ndim - 2, 0)
     packed = filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
@@ -125,6 +158,9 @@ def unpack_values(packed: Tensor, outputs: int) -> Tensor:
 
 def unpack_scales(packed: Tensor, outputs: int) -> Tensor:
     """Undo `pack_scales`."""
+    if packed.shape[-1] == PANEL // 2:
+        exponents = unpack_scales(_viewed(packed, torch.int8), outputs)
+        return exponents.view(torch.uint8)[..., None]
     if packed.shape[-1] > PANEL:
         kind = torch.float16 if packed.shape[-1] == 2 * PANEL else torch.int8
         offsets = _viewed(packed[..., PANEL:], kind)

@@ -37,7 +37,7 @@ FloatType = Literal["float32", "bfloat16"]
 CacheType = Literal[FloatType, "int8"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
 HeadType = Literal["int8", "int4"]  # of embedding and head, if they are quantised
-WeightsType = Literal[FloatType, QuantisedType]
+WeightsType = Literal[FloatType, QuantisedType, "mxfp4"]  # mxfp4: as checkpoints have it
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
 

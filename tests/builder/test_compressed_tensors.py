@@ -18,6 +18,7 @@ from mtpbuild.builder.formats.compressed_tensors import (
 from mtpbuild.builder.formats.fp8 import FP8
 from mtpbuild.builder.formats.integers import INT4, INT8, MOVED
 from mtpbuild.builder.formats.modelopt import find_unread_algorithm as unread_of_modelopt
+from mtpbuild.builder.formats.mxfp4 import FP4
 from mtpbuild.builder.formats.nvfp4 import NVFP4
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
@@ -32,7 +33,7 @@ KEPT: dict[str, set[Format]] = {
     "auto_round_awq": {MOVED[4]},
     "auto_round_gptq": {INT4},
     "autoawq": {MOVED[4]},
-    "deepseek_mixed": {INT4, INT8, MOVED[8], FP8, NVFP4},
+    "deepseek_mixed": {INT4, INT8, MOVED[8], FP8, NVFP4, FP4},
     "deepseek_w4a16": {INT4},
     "glm4_fp8_block": {FP8},
     "glm4_fp8_dynamic": set(),
@@ -48,7 +49,7 @@ NAMES = {"deepseek_mixed": MIXED, "glm4_fp8_block": {"fp8", "fp8 by tensor"}}
 
 @pytest.mark.parametrize("folder", KEPT)
 def test_kept_weights(folder: str) -> None:
-    """Integers, blocks of FP8 and FP8 by tensor are kept with equal values; NVFP4 but for a bit."""
+    """Integers, mxfp4, FP8 in blocks or by tensor keep their values; NVFP4 but for a bit."""
     checkpoint, seen = open_checkpoint(WRITTEN / folder), set[Format]()
     weights = [name for name in checkpoint.tensors if name.endswith(".weight")]
     formats = {name: f for name in weights if (f := checkpoint.format(name)) is not None}

@@ -17,7 +17,6 @@ from mtpbuild.plugins.cpu.layout import (
     pack_floats,
     pack_scales,
     pack_values,
-    split_offsets,
     unpack_floats,
     unpack_scales,
     unpack_values,
@@ -26,7 +25,9 @@ from mtpbuild.plugins.cpu.layout import (
 from tests.support import exact
 from tests.support.cpu_kernels import Operands, check_refused, run, same_everywhere
 from tests.support.cpu_weights import (
+    E2M1,
     FLOATS,
+    FP4,
     INTEGERS,
     KINDS,
     OFFSET_KINDS,
@@ -34,6 +35,7 @@ from tests.support.cpu_weights import (
     draw_packed,
     draw_stored,
     store,
+    store_fp4,
 )
 
 F = np.float32
@@ -41,7 +43,7 @@ FLOAT = (np.float32,)
 N, K = 100, 96
 SIZES = [(1, 32, 32), (2, 33, 64), (3, 100, 96), (7, 64, 192), (25, 577, 320)]
 FLOAT_SIZES = [(1, 1, 5), (1, 300, 40), (3, 31, 96), (5, 100, 7), (60, 129, 300), (7, 577, 64)]
-CASES = [(kind, *sizes) for kind in (*INTEGERS, *OFFSET_KINDS) for sizes in SIZES]
+CASES = [(kind, *sizes) for kind in (*INTEGERS, FP4, *OFFSET_KINDS) for sizes in SIZES]
 CASES += [(FLOATS, *sizes) for sizes in FLOAT_SIZES]
 
 
@@ -128,7 +130,7 @@ def test_products_of_both_widths(
     check_refused("", "Product", given, FLOAT, N=fours + eights + 32)
 
 
-@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("kind", [*INTEGERS, FP4])
 def test_numbers_of_rows(kind: str) -> None:
     """Kernels take rows in groups, and a prompt's rows in several pieces."""
     given, wanted = product_operands(kind, 25, 200, 256)
@@ -142,8 +144,8 @@ def test_numbers_of_rows(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "M", "inner", "K"),
     [
-        *((kind, *sizes) for kind in INTEGERS for sizes in [(1, 32, 64), (7, 96, 192)]),
-        *((kind, 100, 64, 96) for kind in INTEGERS),
+        *((kind, *sizes) for kind in (*INTEGERS, FP4) for sizes in [(1, 32, 64), (7, 96, 192)]),
+        *((kind, 100, 64, 96) for kind in (*INTEGERS, FP4)),
         *((kind, 7, 96, 96) for kind in OFFSET_KINDS),
         *((FLOATS, *sizes) for sizes in [(1, 32, 20), (7, 288, 64), (100, 96, 31)]),
     ],
@@ -198,16 +200,15 @@ def test_sums_of_nothing() -> None:
         assert run("Product", given, FLOAT, 1, N=40)[0].shape == (0, 40)
 
 
-@pytest.mark.parametrize("kind", [*INTEGERS, *OFFSET_KINDS])
+@pytest.mark.parametrize("kind", [*INTEGERS, FP4, *OFFSET_KINDS])
 def test_packing_is_undone(kind: str) -> None:
     weight = draw_stored(np.random.default_rng(0), kind, (3, 70, 96))
     packed, factors = pack_values(weight.values), pack_scales(weight.scales)
     assert packed.shape == (3, 3, 3, 128 * weight.bits)
-    wide = 48 if kind.endswith("zeros") else 64 if kind.endswith("minima") else 32
+    wide = {"zeros": 48, "minima": 64, FP4: 16}.get(kind.split()[-1], 32)
     assert factors.shape == (3, 3, 3, wide)
     assert torch.equal(unpack_values(packed, 70), weight.values)
     assert torch.equal(unpack_scales(factors, 70), weight.scales)
-    assert torch.equal(split_offsets(weight.scales)[0], torch.from_numpy(weight.factors))
     meant = weight.integers * weight.factors[..., None].astype(F)
     if weight.minima is not None:
         meant = meant + weight.minima[..., None].astype(F)
@@ -245,6 +246,49 @@ def test_many_scales_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     given["scales"] = pack_scales(torch.from_numpy(scales)).numpy()
     [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=32)
     np.testing.assert_array_equal(got, exact.product(x, weight.integers, scales))
+
+
+def test_codes_of_fp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each code in each place of a block: a row that is 127 there alone reads its number."""
+    codes = (np.arange(32)[:, None] // 2 + np.arange(32)).reshape(32, 1, 32) % 16
+    weight = store_fp4(codes, np.full((32, 1), 127))
+    given = {"x": 127 * np.eye(32, dtype=np.float32), "values": pack_values(weight.values).numpy()}
+    given["scales"] = pack_scales(weight.scales).numpy()
+    [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=32)
+    np.testing.assert_array_equal(got, 127 * E2M1[codes[:, 0].T])
+
+
+def test_extreme_fp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest sums of a block's halves are where 16 bits would not do without a correction."""
+    codes = np.where(np.arange(64 * 128).reshape(64, 4, 32) // 2 % 2, 15, 7)
+    codes[32:] = 7
+    codes[48:] = 15
+    weight = store_fp4(codes, np.full((64, 4), 120))
+    x = np.where(np.arange(4 * 128).reshape(4, 128) // 2 % 2, F(3), F(-3))
+    x[2:] = [[3.0], [-3.0]]
+    given = {"x": x, "values": pack_values(weight.values).numpy()}
+    given["scales"] = pack_scales(weight.scales).numpy()
+    [got] = same_everywhere(monkeypatch, "Product", given, FLOAT, N=64)
+    np.testing.assert_array_equal(got, weight.multiply(x))
+
+
+def test_all_powers_of_fp4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales beyond fp16's range are exact, too, and 2 ** -127, which is subnormal in fp32."""
+    exponents = np.resize([0, 1, 2, 97, 112, 127, 142, 143, 200, 252], (32, 1))
+    codes = np.random.default_rng(0).integers(0, 16, (32, 1, 32))
+    weight = store_fp4(codes, exponents)
+    packed = {"values": pack_values(weight.values).numpy()}
+    packed["scales"] = pack_scales(weight.scales).numpy()
+    tokens = {"tokens": np.arange(32)[None]}
+    [rows] = same_everywhere(monkeypatch, "Embedding", tokens | packed, FLOAT, N=32)
+    wanted = weight.integers[:, 0].astype(np.float64) * np.ldexp(1.0, exponents - 127)
+    np.testing.assert_array_equal(rows[0], wanted.astype(F))
+    for factor in (F(2.0**100), F(2.0**-100)):  # subnormal and infinite results are left out
+        some = exponents[:, 0] < 130 if factor > 1 else exponents[:, 0] > 130
+        x = {"x": factor * np.random.default_rng(1).standard_normal((3, 32), np.float32)}
+        [got] = same_everywhere(monkeypatch, "Product", x | packed, FLOAT, N=32)
+        wanted = store_fp4(codes[some], exponents[some]).multiply(x["x"])
+        np.testing.assert_array_equal(got[:, some], wanted)
 
 
 def operands(kind: str, rows: tuple[int, ...]) -> dict[str, Any]:
@@ -289,7 +333,7 @@ def test_damaged_norms_and_sums(kind: str, name: str, size: tuple[int, ...]) -> 
 
 X, CHOSEN = 5, 3
 MIXTURES = [(FLOATS, 96, 64), (FLOATS, 50, 40), (FLOATS, 33, 170)]
-MIXTURES += [(kind, 96, 64) for kind in (*INTEGERS, *OFFSET_KINDS)]
+MIXTURES += [(kind, 96, 64) for kind in (*INTEGERS, FP4, *OFFSET_KINDS)]
 
 
 def mixture(kind: str, E: int, inner: int, tokens: tuple[int, ...]) -> tuple[dict[str, Any], Any]:
@@ -328,7 +372,7 @@ def test_mixtures(
         np.testing.assert_array_equal(run("Experts", alone, FLOAT, 1)[0], wanted)
 
 
-@pytest.mark.parametrize("kind", [FLOATS, *INTEGERS, *OFFSET_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *OFFSET_KINDS])
 def test_mixtures_by_definition(kind: str) -> None:
     """The op's reference agrees as far as rounding goes."""
     given, _ = mixture(kind, 96, 64, (2, 4))
@@ -430,6 +474,7 @@ DAMAGED: dict[str, dict[str, list[tuple[int, ...]]]] = {
             *((3, 2, wide) for wide in (33, 40, 49, 63)),
         ],
     },
+    FP4: {"values": [(3, 2, 1024), (4, 2, 512)], "scales": [(3, 2, 15), (3, 2, 8), (3, 1, 16)]},
     FLOATS: {"values": [(3, 63, 32), (3, 64, 31), (2, 64, 32), (1, 3, 64, 32), (3, 0, 32)]},
 }
 

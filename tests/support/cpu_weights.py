@@ -21,7 +21,9 @@ from tests.support.exact import Floats
 
 FLOATS = "float32"
 INTEGERS = ("int4", "int8")
-KINDS = (FLOATS, *INTEGERS)
+FP4 = "mxfp4"
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+KINDS = (FLOATS, *INTEGERS, FP4)
 OFFSET_KINDS = tuple(f"{kind} {offsets}" for kind in INTEGERS for offsets in ("zeros", "minima"))
 
 
@@ -31,9 +33,9 @@ class Stored:
 
     bits: int
     values: torch.Tensor
-    scales: torch.Tensor  # fp16, or joined with zeros or minima
-    integers: NDArray[np.int32]  # [.., N, K / 32, 32]
-    factors: NDArray[np.float16]
+    scales: torch.Tensor  # fp16, or joined with zeros or minima; exponents of powers of two
+    integers: NDArray[Any]  # [.., N, K / 32, 32]; e2m1's numbers are no integers
+    factors: NDArray[Any]
     minima: NDArray[np.float16] | None = None
 
     def multiply(self, x: Floats, *at: int) -> Floats:
@@ -71,6 +73,11 @@ def store(codes: NDArray[Any], bits: int) -> torch.Tensor:
 
 
 def draw_stored(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Stored:
+    if kind == FP4:
+        *outer, K = shape
+        codes = rng.integers(0, 16, (*outer, K // 32, 32))
+        exponents = rng.integers(110, 124, (*outer, K // 32))
+        return store_fp4(codes, exponents)
     bits = int(kind[3])
     values, scales, integers = random_weight(rng, shape, bits)
     half = 1 << bits - 1
@@ -85,6 +92,13 @@ def draw_stored(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> 
         both = with_offsets(scales, torch.from_numpy(minima))
         return Stored(bits, values, both, integers + half, factors, minima)
     return Stored(bits, values, scales, integers, factors)
+
+
+def store_fp4(codes: NDArray[Any], exponents: NDArray[Any]) -> Stored:
+    """Return codes [.., N, K / 32, 32] of e2m1 with an exponent for each block."""
+    scales = torch.from_numpy(exponents.astype(np.uint8))[..., None]
+    factors = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    return Stored(4, store(codes, 4), scales, E2M1[codes], factors)
 
 
 def draw_packed(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> Packed:

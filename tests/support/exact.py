@@ -41,8 +41,8 @@ def quantise(x: Floats, most: int = 127) -> tuple[NDArray[np.int32], Floats]:
 
 def product(
     x: Floats,
-    w: NDArray[np.int32],
-    scales: NDArray[np.float16],
+    w: NDArray[Any],
+    scales: NDArray[Any],
     minima: NDArray[np.float16] | None = None,
 ) -> Floats:
     """x [M, K] times an integer weight [N, K / 32, 32] without its zero point -> [M, N]."""

@@ -39,7 +39,8 @@ class PackedWeight(nn.Module):
         eights = format.eights if isinstance(format, MixedIntegers) else 0  # last ones of int4
         places = count + count_panels(eights)
         self.values = parameter(*stack, places, blocks, width, dtype=torch.uint8)
-        wide = {None: PANEL, "zeros": PANEL * 3 // 2, "minima": PANEL * 2}[format.offsets]
+        halves = {"powers": 1, None: 2, "zeros": 3, "minima": 4}  # of 16
+        wide = PANEL // 2 * halves[format.offsets]
         self.scales = parameter(*stack, count, blocks, wide, dtype=torch.float16)
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.placed import ByteRange
     from mtpbuild.runtime.contract.manifest import CacheType, TargetInfo
 
+KEPT = ("int8", "int4", "mxfp4")  # formats whose weights engines keep
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -56,7 +57,7 @@ class OnnxRuntime(Target):
         cache_dtype = cast("CacheType", self.cache_dtype)
         return GraphStyle(
             pipeline=PORTABLE if self.portable else CPU,
-            formats=() if self.portable else self.formats,
+            formats=() if self.portable else KEPT,
             rounds_to=None if self.portable else "int8",
             cache_dtype=None if cache_dtype == "float32" else cache_dtype,
         )

@@ -308,7 +308,7 @@ struct AttentionOp : FloatOperator {
     void round_query(int64_t row) {
       for (int64_t b = 0; b < key; b++) {
         const mtp::RowBlock& block = sections.blocks[b];
-        InputBlock& to = queries[row * key + b] = {0.0f, 0, {}};
+        InputBlock& to = queries[row * key + b] = {0.0f, 0, {}, 0};
         float x[BLOCK], top = 0.0f;
         bool finite = true;
         for (int64_t i = 0; i < block.count; i++) {

@@ -39,6 +39,14 @@ static inline float half(uint16_t bits) {
   return sign ? -value : value;
 }
 
+// Returns 2^(e - 127), which is subnormal for 0 and infinite for 255.
+static inline float power(uint8_t e) {
+  uint32_t bits = e ? static_cast<uint32_t>(e) << 23 : 1u << 22;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 // Rounds a number that is not negative to fp16, to nearest, ties to even. One that does not fit, or
 // a NaN, becomes NaN.
 static inline uint16_t to_half(float x) {

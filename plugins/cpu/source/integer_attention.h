@@ -159,7 +159,7 @@ void multiply_rows(const uint8_t* panel, const float* scales, int64_t blocks,
     for (int64_t b = 0; b < blocks; b++) {
       Ints sums[ROWS] = {};
       if (KEYS)
-        for (int m = 0; m < ROWS; m++) sums[m] = first_small(in[m][b].sum);
+        for (int m = 0; m < ROWS; m++) sums[m] = first_small(in[m][b]);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; g++, lines += 128) {
         Bytes line = load_bytes(lines);

@@ -24,6 +24,7 @@ struct InputBlock {
   float scale;
   int32_t sum;  // of the values
   int8_t values[BLOCK];
+  int32_t pairs;  // two sums of 16 bits: of values 4g and 4g + 1, and of 4g + 2 and 4g + 3
 };
 
 // A panel of an integer weight: its blocks in order, each for 32 outputs.
@@ -33,13 +34,19 @@ struct InputBlock {
 // inputs 8j .. 8j + 3 in the low halves and 8j + 4 .. 8j + 7 in the high ones. Zero is 8 or 128.
 // scales: `wide` halves per block: 32 fp16 numbers, one for each output, then what else there is.
 // ZEROED: 32 signed bytes are subtracted from the outputs' values. SHIFTED: 32 fp16 numbers are
-// added to values times scales, whose zero is then 0.
+// added to values times scales, whose zero is then 0. POWERS: 32 bytes e, and no fp16 numbers: the
+// scales are 2^(e - 127), an infinite one for 255, and values are codes of e2m1.
 struct Panel {
   const uint8_t* values;
   const uint16_t* scales;
   int64_t blocks, wide;
 };
-constexpr int64_t ZEROED = 48, SHIFTED = 64;  // widths
+constexpr int64_t POWERS = 16, ZEROED = 48, SHIFTED = 64;  // widths
+
+// Twice the number of each code of e2m1, less its zero. All are whole, so kernels multiply them
+// like int4's codes, by other numbers and with another zero, and halve the sums at the end.
+constexpr int E2M1_ZERO = 12;
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // An fp32 weight in panels of 32 outputs. Two panels are `panel` numbers apart, two inputs of a
 // panel `input` numbers. These are 32 * inputs and 32 in a packed weight [panels][inputs][32]. They

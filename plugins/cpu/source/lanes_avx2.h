@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "layout_x86.h"
 
 namespace {
@@ -76,6 +77,12 @@ inline int32_t total(Ints x, Ints y) {
   __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
+inline int32_t pair_sums(Ints x, Ints y) {
+  __m256i eight = _mm256_add_epi32(_mm256_add_epi32(x.a, x.b), _mm256_add_epi32(y.a, y.b));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  __m128i pairs = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1));
+  return _mm_cvtsi128_si32(_mm_unpacklo_epi16(pairs, _mm_unpackhi_epi64(pairs, pairs)));
+}
 inline void store_bytes(int8_t* p, Ints x) {  // the values fit bytes, so nothing saturates
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
   __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
@@ -93,6 +100,20 @@ inline Bytes low_halves(Bytes x) {
 inline Bytes high_halves(Bytes x) {
   return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
 }
+inline Bytes look_up(const uint8_t* table, Bytes places) {
+  const __m256i all =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  return {_mm256_shuffle_epi8(all, places.a), _mm256_shuffle_epi8(all, places.b)};
+}
+// Scales 2^(e - 127): the smallest one is subnormal.
+inline __m256 load_eight_powers(const uint8_t* p) {
+  __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  __m256i bits = _mm256_max_epu32(_mm256_slli_epi32(e, 23), _mm256_set1_epi32(1 << 22));
+  return _mm256_castsi256_ps(bits);
+}
+inline Floats load_powers(const uint8_t* p) {
+  return {load_eight_powers(p), load_eight_powers(p + 8)};
+}
 inline Floats load_halves(const uint16_t* p) {
   auto at = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
@@ -103,17 +124,20 @@ inline Floats load_signed(const int8_t* p) {
   return to_floats({_mm256_cvtepi8_epi32(first), _mm256_cvtepi8_epi32(second)});
 }
 
-// Without VNNI, int4 weights' sums have two halves of 16 bits, which hold a block's eight pairs of
-// products, 8 * 2 * 15 * 127. Two products of int8 weights within -128 .. 127 fit alone, so the
-// input takes the weight's sign.
+// Without VNNI, sums of codes of 4 bits have two halves of 16 bits. A half begins with its part of
+// the correction for unsigned weights, and holds a block's eight pairs of products in the end, at
+// most 8 * 2 * 12 * 127 for e2m1; on the way it may overflow, which is undone. Two products of int8
+// weights within -128 .. 127 fit alone, so the input takes the weight's sign.
 #ifdef __AVXVNNI__
 constexpr bool VNNI = true;  // weights stay unsigned in both widths
 #else
 constexpr bool VNNI = false;
 #endif
-template <int BITS>
-inline Ints first_sum(int32_t inputs) {
-  const __m256i c = _mm256_set1_epi32(VNNI ? -(1 << (BITS - 1)) * inputs : 0);
+template <int ZERO>
+inline Ints first_sum(const mtp::InputBlock& x) {
+  __m256i c = _mm256_set1_epi32(VNNI ? -ZERO * x.sum : 0);
+  if (!VNNI && ZERO != 128)
+    c = _mm256_mullo_epi16(_mm256_set1_epi32(x.pairs), _mm256_set1_epi16(-ZERO));
   return {c, c};
 }
 // Returns a sum that GCC must not add up as a tree, for which it would keep all products in memory.
@@ -121,12 +145,12 @@ inline __m256i add_one_by_one(__m256i sum) {
   __asm__("" : "+x"(sum));
   return sum;
 }
-template <int BITS>
+template <int ZERO>
 inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
 #ifdef __AVXVNNI__
   return _mm256_dpbusd_avx_epi32(sum, w, x);
 #endif
-  if (BITS == 4) {
+  if (ZERO != 128) {
     sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
   } else {
     w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
@@ -135,19 +159,18 @@ inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   }
   return add_one_by_one(sum);
 }
-template <int BITS>
-inline Ints last_sum(Ints sum, int32_t inputs) {
-  if (VNNI || BITS == 8) return sum;
-  const __m256i one = _mm256_set1_epi16(1), c = _mm256_slli_epi32(_mm256_set1_epi32(inputs), 3);
-  return {_mm256_sub_epi32(_mm256_madd_epi16(sum.a, one), c),
-          _mm256_sub_epi32(_mm256_madd_epi16(sum.b, one), c)};
+template <int ZERO>
+inline Ints last_sum(Ints sum) {
+  if (VNNI || ZERO == 128) return sum;
+  const __m256i one = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(sum.a, one), _mm256_madd_epi16(sum.b, one)};
 }
-template <int BITS>
+template <int ZERO>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);
   const __m256i x = _mm256_set1_epi32(bits);
-  return {dot4<BITS>(sum.a, w.a, x), dot4<BITS>(sum.b, w.b, x)};
+  return {dot4<ZERO>(sum.a, w.a, x), dot4<ZERO>(sum.b, w.b, x)};
 }
 
 inline __m256i dot4_signed(__m256i sum, __m256i w, __m256i x) {
@@ -171,9 +194,9 @@ inline void store_block(int8_t* p, Ints x, Ints y) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bytes);
 }
 
-// dot4<8> and its start for inputs within -64 .. 64, whose products by two unsigned weights fit.
-inline Ints first_small(int32_t inputs) {
-  const __m256i c = _mm256_set1_epi32(-128 * inputs);
+// dot4<128> and its start for inputs within -64 .. 64, whose products by two unsigned weights fit.
+inline Ints first_small(const mtp::InputBlock& x) {
+  const __m256i c = _mm256_set1_epi32(-128 * x.sum);
   return {c, c};
 }
 inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) {
@@ -181,7 +204,7 @@ inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) {
   std::memcpy(&bits, four, 4);
   const __m256i x = _mm256_set1_epi32(bits);
 #ifdef __AVXVNNI__
-  return {dot4<8>(sum.a, w.a, x), dot4<8>(sum.b, w.b, x)};
+  return {dot4<128>(sum.a, w.a, x), dot4<128>(sum.b, w.b, x)};
 #else
   auto add = [&](__m256i sum, __m256i w) {
     __m256i pairs = _mm256_maddubs_epi16(w, x);

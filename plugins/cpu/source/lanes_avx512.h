@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
 #include "layout_x86.h"
 
 namespace {
@@ -59,6 +60,7 @@ inline int32_t total(Ints x, Ints y) {
   __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
+inline int32_t pair_sums(Ints, Ints) { return 0; }
 inline void store_bytes(int8_t* p, Ints x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
 }
@@ -66,6 +68,16 @@ inline void store_bytes(int8_t* p, Ints x) {
 inline Bytes load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline Bytes low_halves(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_halves(Bytes x) { return low_halves({_mm512_srli_epi16(x.v, 4)}); }
+inline Bytes look_up(const uint8_t* table, Bytes places) {
+  __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), places.v)};
+}
+// Scales 2^(e - 127): the smallest one is subnormal.
+inline Floats load_powers(const uint8_t* p) {
+  __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  __m512i bits = _mm512_max_epu32(_mm512_slli_epi32(e, 23), _mm512_set1_epi32(1 << 22));
+  return {_mm512_castsi512_ps(bits)};
+}
 inline Floats load_halves(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -73,15 +85,15 @@ inline Floats load_signed(const int8_t* p) {
   return to_floats({_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))});
 }
 
-template <int BITS>
-inline Ints first_sum(int32_t inputs) {
-  return {_mm512_set1_epi32(-(1 << (BITS - 1)) * inputs)};
+template <int ZERO>
+inline Ints first_sum(const mtp::InputBlock& x) {
+  return {_mm512_set1_epi32(-ZERO * x.sum)};
 }
-template <int BITS>
-inline Ints last_sum(Ints sum, int32_t) {
+template <int ZERO>
+inline Ints last_sum(Ints sum) {
   return sum;
 }
-template <int BITS>
+template <int ZERO>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);
@@ -98,8 +110,8 @@ inline void store_block(int8_t* p, Ints x, Ints y) {
   store_bytes(p + 16, y);
 }
 
-// dot4<8> and its start for inputs within -64 .. 64.
-inline Ints first_small(int32_t inputs) { return first_sum<8>(inputs); }
-inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<8>(sum, w, four); }
+// dot4<128> and its start for inputs within -64 .. 64.
+inline Ints first_small(const mtp::InputBlock& x) { return first_sum<128>(x); }
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<128>(sum, w, four); }
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace {
 
 constexpr int WIDE = 1;
@@ -91,6 +93,7 @@ inline int32_t total(Ints x, Ints y) {
   int32x4_t high = vaddq_s32(vaddq_s32(y.v[0], y.v[1]), vaddq_s32(y.v[2], y.v[3]));
   return vaddvq_s32(vaddq_s32(low, high));
 }
+inline int32_t pair_sums(Ints, Ints) { return 0; }
 inline void store_bytes(int8_t* p, Ints x) {  // the values fit bytes, so nothing is cut off
   int16x8_t low = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
   int16x8_t high = vcombine_s16(vmovn_s32(x.v[2]), vmovn_s32(x.v[3]));
@@ -106,6 +109,20 @@ inline Bytes low_halves(Bytes x) {
 inline Bytes high_halves(Bytes x) {
   return each<Bytes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
 }
+inline Bytes look_up(const uint8_t* table, Bytes places) {
+  const uint8x16_t all = vld1q_u8(table);
+  return each<Bytes>([&](int i) { return vqtbl1q_u8(all, places.v[i]); });
+}
+// Scales 2^(e - 127): the smallest one is subnormal.
+inline Floats load_powers(const uint8_t* p) {
+  return each([&](int i) {
+    int32_t four;
+    std::memcpy(&four, p + 4 * i, 4);
+    uint16x8_t wide = vmovl_u8(vreinterpret_u8_s32(vdup_n_s32(four)));
+    uint32x4_t bits = vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23);
+    return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(1 << 22)));
+  });
+}
 inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
@@ -119,21 +136,21 @@ inline Floats load_signed(const int8_t* p) {
 }
 
 // The dot product takes signed bytes: 4-bit weights fit them, 8-bit weights are converted.
-template <int BITS>
-inline Ints first_sum(int32_t inputs) {
-  return each<Ints>([&](int) { return vdupq_n_s32(BITS == 4 ? -8 * inputs : 0); });
+template <int ZERO>
+inline Ints first_sum(const mtp::InputBlock& x) {
+  return each<Ints>([&](int) { return vdupq_n_s32(ZERO == 128 ? 0 : -ZERO * x.sum); });
 }
-template <int BITS>
-inline Ints last_sum(const Ints& sum, int32_t) {
+template <int ZERO>
+inline Ints last_sum(const Ints& sum) {
   return sum;
 }
-template <int BITS>
+template <int ZERO>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;
   std::memcpy(&bits, four, 4);
   const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(bits));
   return each<Ints>([&](int i) {
-    uint8x16_t own = BITS == 8 ? veorq_u8(w.v[i], vdupq_n_u8(128)) : w.v[i];
+    uint8x16_t own = ZERO == 128 ? veorq_u8(w.v[i], vdupq_n_u8(128)) : w.v[i];
     return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(own), x);
   });
 }
@@ -167,8 +184,8 @@ inline void store_interleaved(const int8_t* const* rows, int64_t at, uint8_t* to
     for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][at + d]);
 }
 
-// dot4<8> and its start for inputs within -64 .. 64.
-inline Ints first_small(int32_t inputs) { return first_sum<8>(inputs); }
-inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<8>(sum, w, four); }
+// dot4<128> and its start for inputs within -64 .. 64.
+inline Ints first_small(const mtp::InputBlock& x) { return first_sum<128>(x); }
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<128>(sum, w, four); }
 
 }  // namespace

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "half.h"
+#include "kernels.h"
 
 namespace {
 
@@ -103,6 +103,8 @@ inline int32_t total(const Ints& a, const Ints& b) {
   for (int i = 0; i < 16; i++) sum += static_cast<uint32_t>(a.v[i]) + static_cast<uint32_t>(b.v[i]);
   return static_cast<int32_t>(sum);
 }
+// InputBlock::pairs of a block's values; only sets that read them compute them.
+inline int32_t pair_sums(const Ints&, const Ints&) { return 0; }
 inline void store_bytes(int8_t* p, const Ints& a) {
   for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
 }
@@ -122,30 +124,38 @@ inline Bytes high_halves(const Bytes& a) {
   for (int i = 0; i < 64; i++) r.v[i] = a.v[i] >> 4;
   return r;
 }
+// Returns the bytes of a table at places 0 .. 15.
+inline Bytes look_up(const uint8_t* table, const Bytes& places) {
+  Bytes r;
+  for (int i = 0; i < 64; i++) r.v[i] = table[places.v[i]];
+  return r;
+}
 inline Floats load_halves(const uint16_t* p) {
   return each([&](int i) { return mtp::half(p[i]); });
+}
+inline Floats load_powers(const uint8_t* p) {
+  return each([&](int i) { return mtp::power(p[i]); });
 }
 inline Floats load_signed(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
 
 // The start of a block's sum, which corrects for unsigned weights; here weights are signed.
-template <int BITS>
-inline Ints first_sum(int32_t) {
+template <int ZERO>
+inline Ints first_sum(const mtp::InputBlock&) {
   return Ints{};
 }
-template <int BITS>
-inline Ints last_sum(const Ints& sum, int32_t) {
+template <int ZERO>
+inline Ints last_sum(const Ints& sum) {
   return sum;
 }
 // Adds the products of four inputs and the four weights of each of 16 outputs.
-template <int BITS>
+template <int ZERO>
 inline Ints dot4(const Ints& sum, const Bytes& w, const int8_t* four) {
-  constexpr int zero = 1 << (BITS - 1);
   Ints r;
   for (int n = 0; n < 16; n++) {
     int32_t s = sum.v[n];
-    for (int i = 0; i < 4; i++) s += (w.v[4 * n + i] - zero) * four[i];
+    for (int i = 0; i < 4; i++) s += (w.v[4 * n + i] - ZERO) * four[i];
     r.v[n] = s;
   }
   return r;
@@ -184,8 +194,8 @@ inline void store_interleaved(const int8_t* const* rows, int64_t at, uint8_t* to
     for (int i = 0; i < 4; i++) to[4 * d + i] = static_cast<uint8_t>(rows[i][at + d]);
 }
 
-// dot4<8> and its start for inputs within -64 .. 64.
-inline Ints first_small(int32_t inputs) { return first_sum<8>(inputs); }
-inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<8>(sum, w, four); }
+// dot4<128> and its start for inputs within -64 .. 64.
+inline Ints first_small(const mtp::InputBlock& x) { return first_sum<128>(x); }
+inline Ints dot4_small(Ints sum, Bytes w, const int8_t* four) { return dot4<128>(sum, w, four); }
 
 }  // namespace

@@ -83,8 +83,8 @@ struct FloatWeight : Matrices {
 };
 
 // Integers [.., panels, blocks, 128 * bits] with fp16 scales [.., panels, blocks, 32], or
-// ZEROED or SHIFTED (Panel). The last panels of an int4 matrix may be int8: each has the bytes
-// of two, as the number of scales tells.
+// ZEROED, SHIFTED or POWERS (Panel). The last panels of an int4 matrix may be int8: each has the
+// bytes of two, as the number of scales tells.
 struct IntegerWeight : Matrices {
   using Input = InputBlock;           // rows are rounded to int8 in blocks
   static constexpr int64_t UNIT = 1;  // Inputs that hold 32 numbers
@@ -106,7 +106,8 @@ struct IntegerWeight : Matrices {
     bool mixed = bits == 4 && outer == 0 && eights > 0 && fours >= 0;
     bool alike = std::equal(v.shape.begin(), v.shape.begin() + outer, s.shape.begin()) &&
                  v.shape[outer + 1] == s.shape[outer + 1] && (eights == 0 || mixed);
-    bool scaled = wide == PANEL || wide == mtp::ZEROED || wide == mtp::SHIFTED;
+    bool scaled = wide == PANEL || wide == mtp::ZEROED || wide == mtp::SHIFTED ||
+                  (wide == mtp::POWERS && bits == 4 && eights == 0);
     REQUIRE(alike && scaled && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
             "no packed weight has values " + v.text() + " and scales " + s.text());
     blocks = v.shape[outer + 1];
@@ -150,6 +151,11 @@ struct IntegerWeight : Matrices {
       int value = values[block * 128 * bits + place];
       if (bits == 4) value = i % 8 < 4 ? value & 15 : value >> 4;
       const uint16_t* own = scales + block * wide;
+      if (wide == mtp::POWERS) {
+        float twice = static_cast<float>(mtp::E2M1[value] - mtp::E2M1_ZERO);
+        y[i] = twice * 0.5f * mtp::power(reinterpret_cast<const uint8_t*>(own)[lane]);
+        continue;
+      }
       float scale = mtp::half(own[lane]);
       if (wide == mtp::SHIFTED) {
         y[i] = static_cast<float>(value) * scale + mtp::half(own[PANEL + lane]);
