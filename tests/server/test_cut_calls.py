@@ -22,6 +22,8 @@ FORMS = {
     "hermes": f'<tool_call>{{"name": "run", "arguments": {BEGUN}x/old"}}}}</tool_call>',
     "qwen3_coder": "<tool_call><function=run><parameter=command>\nrm -rf /tmp/x/old\n</parameter>"
     "</function></tool_call>",
+    "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="run"><｜DSML｜parameter name="command" '
+    'string="true">rm -rf /tmp/x/old</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>',
 }
 HI = [{"role": "user", "content": "hi"}]
 USER = {"temperature": 0, "max_tokens": 100}
