@@ -146,6 +146,12 @@ def find_recipe_folder() -> Path:
     return Path(str(files("mtpbuild.recipes")))
 
 
+def find_shipped_template(model_type: str) -> Path | None:
+    """Return the chat template for models of this type whose repositories have none."""
+    path = find_recipe_folder() / "chat_templates" / f"{model_type}.jinja"
+    return path if path.is_file() else None
+
+
 def load_recipes() -> list[Recipe]:
     return [parse_recipe(path) for path in sorted(find_recipe_folder().glob("*.toml"))]
 
