@@ -85,14 +85,12 @@ class RemoteWeights:
 class ModelSource(FoundModel):
     """The model to build, or the requested layers of it; its small files are read and checked.
 
-    remote: its weights, if they are not here yet. chat_template: a file in place of its templates:
-    the request's, or a shipped one if it has none.
+    remote: its weights, if they are not here yet.
     """
 
     config: ModelConfig
     ids: GenerationIds
     remote: RemoteWeights | None = None
-    chat_template: Path | None = None
 
     def fetch(self, request: BuildRequest, plans: Mapping[Path, Plan], room: Room) -> "ModelSource":
         """Fetch the weights, which are not here; return the model with their folder.

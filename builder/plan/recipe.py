@@ -78,6 +78,8 @@ class FoundModel:
     engine: str
     folder: Path
     mtp: Path | None = None  # a file or folder with the MTP modules, if they lie elsewhere
+    # In place of the checkpoint's templates: the user's file, or a shipped one if it has none.
+    chat_template: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,12 @@ F = {"type": "function", "function": {"name": "f", "parameters": {"type": "objec
 
 
 def write(
-    messages: list[Any], tools: Any = None, *, goes_on: Any = None, ends: bool = False, **kwargs: Any
+    messages: list[Any],
+    tools: Any = None,
+    *,
+    goes_on: Any = None,
+    ends: bool = False,
+    **kwargs: Any,
 ) -> str:
     """Write a conversation as a server does; ends: nothing is to follow it."""
     return render_messages(
@@ -154,7 +159,7 @@ def test_arguments_that_are_no_json_are_one_text() -> None:
 
 def test_reminders_tasks_and_formats() -> None:
     """Fields of messages that the encoder reads, too."""
-    chat = [
+    chat: list[Any] = [
         {"role": "system", "content": "s", "response_format": {"a": "é"}},
         {"role": "latest_reminder", "content": "2026-02-21"},
         {"role": "user", "content": "u", "task": "query"},
@@ -193,7 +198,7 @@ def test_written_calls_are_read_and_the_next_prompt_goes_on_from_them() -> None:
         parser = ToolCallParser(FORMS["deepseek_v4"], {"get_weather": {}})
         texts, calls = joined(fed(parser, list(lead + said)))
         function = dict(zip(("name", "arguments"), calls[0], strict=True))
-        turn = {"role": "assistant", "content": texts["content"], "reasoning_content": thought}
+        turn: Any = {"role": "assistant", "content": texts["content"], "reasoning_content": thought}
         turn["tool_calls"] = [{"id": "x", "type": "function", "function": function}]
         written = write([*messages[:2], turn], tools, ends=True)
         assert written == f"{before}{head}{thought}</think>{lead}{said}{EOS}"

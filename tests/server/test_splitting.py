@@ -32,9 +32,9 @@ QWEN = (
     "</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"
 )
 V32 = (
-    'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
-    'string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="time">\n\n'
-    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+    'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="time">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 V4 = V32.replace("function_calls", "tool_calls")
 TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "deepseek_v32": V32, "deepseek_v4": V4}
