@@ -90,9 +90,12 @@ def test_a_checkpoint_without_one_gets_a_shipped_one(
     assert "unchanged" not in invoke(*flags)[1]
     assert rendered(out) == {"t0given: hi"}
     assert "unchanged" in invoke(*flags)[1]
-    template.write_text("shipped: {{ messages[0].content }}")
+    template.write_text("newer: {{ messages[0].content }}")
+    assert "unchanged" not in invoke(*flags)[1]
+    assert rendered(out) == {"newer: hi"}
+    template.write_text("newest: {{ messages[0].content }}")
     assert invoke("refit", "--engine", out, "--checkpoint", checkpoint)[0] == 0
-    assert rendered(out) == {"shipped: hi"}
+    assert rendered(out) == {"newest: hi"}
     (other := tmp_path / "other.jinja").write_text("other")
     assert invoke(*flags, "--chat-template", other)[0] == 0
     assert rendered(out) == {"other"}

@@ -172,6 +172,18 @@ def test_reminders_tasks_and_formats() -> None:
     assert write(chat, thinking=False) == f"{text}{HEAD}</think><｜action｜>"
 
 
+def test_a_task_stays_with_its_message_and_its_answer_has_no_thought() -> None:
+    asked = {"role": "user", "content": "a", "task": "action"}
+    answer = {"role": "assistant", "reasoning_content": "r", "content": "Search"}
+    begun = f"{BOS}<｜User｜>a{HEAD}<think><｜action｜>Search{EOS}"
+    assert write([asked, answer], ends=True) == begun
+    assert write([asked, answer, TURNS[2]]) == f"{begun}<｜User｜>c{HEAD}<think>"
+    assert write([asked, TURNS[2]]) == f"{BOS}<｜User｜>a<｜User｜>c{HEAD}<think>"
+    reminder = {"role": "latest_reminder", "content": "d"}
+    text = f"{BOS}<｜User｜>a{HEAD}<think><｜latest_reminder｜>d"
+    assert write([TURNS[0], reminder]) == text, "the answer was opened before it"
+
+
 def test_developers_messages_are_not_lost() -> None:
     """The encoder drops earlier ones with the thoughts; then they are the system's."""
     chat = [{"role": "developer", "content": "Be brief."}, *TURNS[:1]]
