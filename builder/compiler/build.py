@@ -158,7 +158,7 @@ def build_engine(
             for folder in folders.values():
                 if not target.keeps_weights_file(folder, plan):
                     (folder / WEIGHTS).unlink()
-            copy_side_files(plans.source.folder, staged.folder, request.chat_template)
+            copy_side_files(plans.source.folder, staged.folder, plans.source.chat_template)
             write_draft_ids(plan.draft_ids, staged.folder)
             exact = None if inexact is None else False
             write_manifests(plans, out, weights.model, staged, folders, programs, exact)

@@ -144,8 +144,8 @@ class Plans:
         checkpoint = hash_files(source.folder, watch)
         if source.mtp is not None:
             checkpoint |= hash_head_files(source.mtp)
-        if request.chat_template is not None:
-            checkpoint["chat_template"] = hash_file(request.chat_template)
+        if source.chat_template is not None:
+            checkpoint["chat_template"] = hash_file(source.chat_template)
         checkpoint |= {f"drafter/{i}": hash_samples(path) for i, path in enumerate(self.brought)}
         if text not in (None, OWN_TEXT):
             checkpoint["calibration"] = hash_samples(Path(text))

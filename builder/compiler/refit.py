@@ -81,7 +81,7 @@ def refit(
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
         refuse(engine, new.source.folder, list(list_tensor_differences(engine, folder)))
         watch("package")
-        copy_side_files(new.source.folder, folder, chat_template)
+        copy_side_files(new.source.folder, folder, chat_template or new.source.chat_template)
         kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
         manifest = describe_refitted(old, new, folder, sha256, kept)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")

@@ -23,7 +23,7 @@ from mtpbuild.builder.checkpoint.hub_cache import (
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file, side_files
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_link, name_one
-from mtpbuild.builder.models import load_config, refuse_class
+from mtpbuild.builder.models import find_family_of, load_config, refuse_class
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import Room
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
@@ -32,6 +32,7 @@ from mtpbuild.builder.plan.recipe import (
     FoundModel,
     Model,
     find_model,
+    find_shipped_template,
     name_model,
     suggest_instead_of,
 )
@@ -188,13 +189,24 @@ def read_source(
     ids = read_generation_ids(folder, config)
     readable.refuse_tokenizer(str(folder), [path.name for path in folder.iterdir()])
     try:
-        tokenizer = read_tokenizer(folder, side_files(folder), ids, request.chat_template)
+        template = request.chat_template
+        tokenizer = read_tokenizer(folder, side_files(folder), ids, template)
         if tokenizer is not None and tokenizer.chat_template is not None:
             tokenizer.chat_template.check()
+        elif tokenizer is not None:
+            template = find_shipped_template(find_family_of(config).model_type)
     except EngineFileError as error:
         why = str(error).removeprefix(f"{folder}/")
         raise CheckpointError(f"{folder}/{why}") from None
-    return ModelSource(**names, folder=folder, mtp=model.mtp, config=config, ids=ids, remote=remote)
+    return ModelSource(
+        **names,
+        folder=folder,
+        mtp=model.mtp,
+        config=config,
+        ids=ids,
+        remote=remote,
+        chat_template=template,
+    )
 
 
 def find_remote_model(request: BuildRequest) -> tuple[FoundModel, RemoteWeights] | None:

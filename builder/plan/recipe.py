@@ -78,6 +78,8 @@ class FoundModel:
     engine: str
     folder: Path
     mtp: Path | None = None  # a file or folder with the MTP modules, if they lie elsewhere
+    # In place of the checkpoint's templates: the user's file, or a shipped one if it has none.
+    chat_template: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,12 @@ class Model:
 
 def find_recipe_folder() -> Path:
     return Path(str(files("mtpbuild.recipes")))
+
+
+def find_shipped_template(model_type: str) -> Path | None:
+    """Return the chat template for models of this type whose repositories have none."""
+    path = find_recipe_folder() / "chat_templates" / f"{model_type}.jinja"
+    return path if path.is_file() else None
 
 
 def load_recipes() -> list[Recipe]:

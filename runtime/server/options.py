@@ -49,8 +49,8 @@ class ReplicaFlags:
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
         None,
-        "deepseek_v3, deepseek_v31, deepseek_v32, gemma4, glm45, glm47, hermes, kimi_k2, "
-        "minimax_m2, qwen3_coder or none; default: as the chat template.",
+        "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, gemma4, glm45, glm47, hermes, "
+        "kimi_k2, minimax_m2, qwen3_coder or none; default: as the chat template.",
     )
     threads: int | None = make_threads_flag()
     max_seq_len: int | None = make_context_flag()

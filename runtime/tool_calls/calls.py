@@ -43,7 +43,8 @@ class ToolCallParser:
 
     def __post_init__(self) -> None:
         function = self.form.tags.name[0].strip() if self.form.tags else ""
-        self._markers = (*self.form.markers, *([function] if function else []))
+        lead = (self.form.lead + self.form.begin,) if self.form.lead else ()
+        self._markers = (*lead, *self.form.markers, *([function] if function else []))
 
     def feed(self, text: str, *, last: bool = False) -> list[AnswerPiece]:
         """Parse more text and return the final pieces; with `last`, all remaining ones."""
@@ -65,10 +66,12 @@ class ToolCallParser:
             at = len(text) - (0 if last else measure_marker_prefix(text, *self._markers))
         text, self._pending = text[:at], text[at + len(marker) :]
         space = text[len(self._trim(text)) :]
+        lead = self.form.lead if marker.startswith(self.form.lead) else ""
         if not places:
             self._pending = "" if last else space + self._pending
         elif marker not in self.form.outer:
-            self._space, self._raw, self._closed = space, [marker], self.count
+            marker = marker.removeprefix(self.form.lead)
+            self._space, self._raw, self._closed = space + lead, [marker], self.count
             if self.form.tags is None:
                 self._call = JsonCallParser(self.form)
             else:

@@ -58,4 +58,5 @@ def _write_beginning(form: Form) -> str:
         before, after, _ = form.spelled
         return form.begin + before + NAME + after.replace(INDEX_OF_CALL, "0")
     name, value = form.tags.name, form.tags.value
-    return name[0] + NAME + name[1] + form.tags.key + "text" + value[0] + as_text("a b") + value[1]
+    argument = form.tags.key + "text" + value[0] + as_text("a b") + value[1]
+    return form.begin + name[0] + NAME + name[1] + argument

@@ -40,6 +40,7 @@ class Form:
     tags: Tags | None = None
     quote: str = ""  # stands on both sides of a string, which is literal inside; keys are bare
     inner: tuple[str, ...] = ()  # other parts of a call that may be special tokens
+    lead: str = ""  # white space before `begin` that belongs to the call, not to the answer
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -72,6 +73,23 @@ def call_parts(calls: Iterable[tuple[str, str]]) -> list[CallPart]:
     return [part for pair in pairs for part in pair]
 
 
+def write_dsml_form(block: str) -> Form:
+    """Return the form of DeepSeek's markup language; block: the tag around the calls."""
+    return Form(
+        f"<{DSML}{block}>",
+        f"</{DSML}{block}>",
+        tags=Tags(
+            (f'\n<{DSML}invoke name="', '">\n'),
+            f'<{DSML}parameter name="',
+            ('" string="true">', f"</{DSML}parameter>\n"),
+            f"</{DSML}invoke>\n",
+            ('" string="false">', f"</{DSML}parameter>\n"),
+        ),
+        inner=(DSML,),
+        lead="\n\n",
+    )
+
+
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 HERMES = ("<tool_call>", "</tool_call>")
@@ -91,18 +109,8 @@ FORMS = {
         ("", SEPARATOR, ""),
         inner=(SEPARATOR,),
     ),
-    "deepseek_v32": Form(
-        f"<{DSML}function_calls>",
-        f"</{DSML}function_calls>",
-        tags=Tags(
-            (f'\n<{DSML}invoke name="', '">\n'),
-            f'<{DSML}parameter name="',
-            ('" string="true">', f"</{DSML}parameter>\n"),
-            f"</{DSML}invoke>\n",
-            ('" string="false">', f"</{DSML}parameter>\n"),
-        ),
-        inner=(DSML,),
-    ),
+    "deepseek_v32": write_dsml_form("function_calls"),
+    "deepseek_v4": write_dsml_form("tool_calls"),
     "gemma4": Form(
         "<|tool_call>",
         "<tool_call|>",

@@ -91,7 +91,7 @@ def write_tagged_rules(
         member = f"{rule}_{number}"
         members.append(member if key in needed else f"{member}?")
         rules += _write_member_rules(member, tags, key, part, schema, literal)
-    opening = literal(form.begin + tags.name[0] + name + tags.name[1])
+    opening = literal(form.lead + form.begin + tags.name[0] + name + tags.name[1])
     closing = literal(tags.end + form.end)
     return [f"{rule}: {opening} {' '.join(members)} {closing}", *rules]
 

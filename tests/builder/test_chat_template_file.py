@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from mtpbuild.builder.plan.recipe import find_shipped_template
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.text.tokenizer import load_tokenizer
+from mtpbuild.runtime.text.tokenizer_files import read_template
 from tests.support.checkpoints import write_tokenizer
 from tests.support.invoke import invoke, refusal
 
@@ -71,6 +73,40 @@ def test_refit_takes_it_again(checkpoint: Path, template: Path, tmp_path: Path) 
     assert rendered(out) == {"t0given: hi"}
     assert invoke(*refitted)[0] == 0
     assert rendered(out) == {"its own", "its own, with tools"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_checkpoint_without_one_gets_a_shipped_one(
+    checkpoint: Path, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is chosen by model_type, is among what an engine is made of, and a file replaces it."""
+    shipped = {"deepseek_v3": template}.get
+    monkeypatch.setattr("mtpbuild.builder.compiler.source.find_shipped_template", shipped)
+    flags = ("build", "--model", checkpoint, "--nextn", "0", "--out", out := tmp_path / "engine")
+    assert invoke(*flags)[0] == 0
+    assert rendered(out) == {"its own", "its own, with tools"}
+    (checkpoint / "chat_template.jinja").unlink()
+    shutil.rmtree(checkpoint / "additional_chat_templates")
+    assert "unchanged" not in invoke(*flags)[1]
+    assert rendered(out) == {"t0given: hi"}
+    assert "unchanged" in invoke(*flags)[1]
+    template.write_text("newer: {{ messages[0].content }}")
+    assert "unchanged" not in invoke(*flags)[1]
+    assert rendered(out) == {"newer: hi"}
+    template.write_text("newest: {{ messages[0].content }}")
+    assert invoke("refit", "--engine", out, "--checkpoint", checkpoint)[0] == 0
+    assert rendered(out) == {"newest: hi"}
+    (other := tmp_path / "other.jinja").write_text("other")
+    assert invoke(*flags, "--chat-template", other)[0] == 0
+    assert rendered(out) == {"other"}
+
+
+def test_which_models_have_a_shipped_one() -> None:
+    """A path is looked up by name, so the name is the family's and not any config.json's."""
+    assert find_shipped_template("deepseek_v3") is None
+    path = find_shipped_template("deepseek_v4")
+    assert path is not None
+    assert read_template(path).startswith("{#- DeepSeek-V4")
 
 
 BAD = {

@@ -22,13 +22,16 @@ FORMS = {
     "hermes": f'<tool_call>{{"name": "run", "arguments": {BEGUN}x/old"}}}}</tool_call>',
     "qwen3_coder": "<tool_call><function=run><parameter=command>\nrm -rf /tmp/x/old\n</parameter>"
     "</function></tool_call>",
+    "deepseek_v4": '<｜DSML｜tool_calls><｜DSML｜invoke name="run">'
+    '<｜DSML｜parameter name="command" string="true">rm -rf /tmp/x/old</｜DSML｜parameter>'
+    "</｜DSML｜invoke></｜DSML｜tool_calls>",
 }
 HI = [{"role": "user", "content": "hi"}]
-USER = {"temperature": 0, "max_tokens": 100}
+USER = {"temperature": 0, "max_tokens": 200}
 ASK: dict[str, Any] = {
     CHAT: USER | {"messages": HI, "tools": [{"type": "function", "function": RUN}]},
     MESSAGES: USER | {"messages": HI, "tools": [{"name": "run", "input_schema": PARAMETERS}]},
-    RESPONSES: {"temperature": 0, "max_output_tokens": 100, "input": "hi"}
+    RESPONSES: {"temperature": 0, "max_output_tokens": 200, "input": "hi"}
     | {"tools": [{"type": "function"} | RUN]},
 }
 REASONS = {"stop": "stop_sequence", "length": "max_tokens", "end": "end_turn"}
@@ -129,7 +132,7 @@ def test_a_cut_call_in_python(case: Case) -> None:
     _, engine, form, cut, said, raw = case
     content = said or raw
     fields = limit(cut, CHAT, engine, raw)
-    params = SamplingParams(max_tokens=fields.get("max_tokens", 100), stop=fields.get("stop", []))
+    params = SamplingParams(max_tokens=fields.get("max_tokens", 200), stop=fields.get("stop", []))
     options: Any = {"tools": ASK[CHAT]["tools"], "tool_call_parser": form}
     whole = engine.chat(HI, params, **options)
     with engine.chat(HI, params, stream=True, **options) as stream:

@@ -31,7 +31,14 @@ QWEN = (
     "I look.<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"
 )
-TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES, "qwen3_coder": QWEN}
+V32 = (
+    'I look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Ulm</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="time">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
+V4 = V32.replace("function_calls", "tool_calls")
+TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "deepseek_v32": V32, "deepseek_v4": V4}
+TEXTS |= {"hermes": HERMES, "qwen3_coder": QWEN}
 ODD = (
     "no call, 1 < 2 <tool", "<tool_call>not JSON</tool_call> after", '<tool_call>{"name": "f"',
     '<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "f"}</tool_call>',

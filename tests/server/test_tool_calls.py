@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mtpbuild.builder.plan.recipe import find_shipped_template
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.text.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.tool_calls.calls import ToolCallParser
@@ -55,7 +56,8 @@ def template(path: Path) -> ChatTemplates:
 def template_of(form: str) -> ChatTemplates:
     """Return a template that writes calls in a form."""
     like = TEMPLATES / f"{LIKE.get(form)}_like.jinja"
-    return template(like if form in LIKE else WRITTEN / f"{form}.jinja")
+    shipped = find_shipped_template(form)
+    return template(shipped or (like if form in LIKE else WRITTEN / f"{form}.jinja"))
 
 
 def found(form: str, text: str, tools: Any = None, parts: list[str] | None = None) -> Any:
@@ -238,6 +240,10 @@ def test_what_models_write_as_hermes_calls(text: str, content: str, calls: Any) 
     assert calls is None or whole == (content, calls)
 
 
+DSML = "<｜DSML｜tool_calls>\n"
+INVOKE = '<｜DSML｜invoke name="f">\n'
+ONE = '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+CLOSED = "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
 V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"
 END = "<｜tool▁call▁end｜>"
@@ -262,6 +268,15 @@ END = "<｜tool▁call▁end｜>"
         ("glm45", "So " + OPEN + "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "So ", []),
         ("glm45", "So <tool_call> is a mark", "So <tool_call> is a mark", []),
         ("deepseek_v31", V31, V31.removeprefix("<｜tool▁calls▁begin｜>"), []),
+        ("deepseek_v4", "So\n\n" + DSML + INVOKE + ONE + CLOSED, "So", [F]),
+        ("deepseek_v4", "\n\n" + DSML + INVOKE + "\n" + CLOSED, "", [("f", {})]),
+        ("deepseek_v4", "So\n\n" + INVOKE + ONE + CLOSED, "So\n\n", [F]),
+        ("deepseek_v4", "So\n\n" + DSML + INVOKE + ONE + "</｜DSML｜inv", "So", []),
+        ("deepseek_v4", "So\n\n" + DSML + INVOKE + ONE.removesuffix("</｜DSML｜parameter>\n"), "So",
+         []),
+        ("deepseek_v4", "So\n\n" + DSML + "are marks", "So\n\n" + DSML + "are marks", []),
+        ("deepseek_v4", DSML + INVOKE + ONE + CLOSED + "\n\n" + DSML + INVOKE + ONE + CLOSED, "",
+         [F, F]),
         ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "",
          [("f", {})]),
     ],
