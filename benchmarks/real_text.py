@@ -116,8 +116,7 @@ def measure(
             continue
         speeds[LLAMA][kind].append(speed)
         for name, answer in answers.items():
-            assert answer.metrics.tpot_s is not None
-            speeds[name][kind].append(1 / answer.metrics.tpot_s)
+            speeds[name][kind].append(1 / take_time(answer))
     texts = zip(*([answer.token_ids for answer in side] for side in results.values()), strict=True)
     same = sum(all(tokens == each[0] for tokens in each) for each in texts)
     lines = [
@@ -147,10 +146,16 @@ def measure_relaxed(engines: dict[str, Engine], prompts: list[tuple[str, str]]) 
     table = Table("side", "over strict", "length", "strict", "same texts", "nats", "strict")
     table.title = "relaxed acceptance: tokens/s, acceptance length, -log p of a token"
     tokenizer = next(iter(engines.values())).tokenizer
+    assert tokenizer is not None
     (begin,), end = tokenizer.encode("\n"), tokenizer.special_ids["<|im_end|>"]
     strict = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=0)
-    marks = {"begin_thinking_phase_token": begin, "end_thinking_phase_token": end}
-    relaxed = replace(strict, relaxed_topk=10, relaxed_delta=0.6, **marks)
+    relaxed = replace(
+        strict,
+        relaxed_topk=10,
+        relaxed_delta=0.6,
+        begin_thinking_phase_token=begin,
+        end_thinking_phase_token=end,
+    )
     pairs = defaultdict[str, list[tuple[Result, Result]]](list)
     for _, text in prompts:
         for name, engine in engines.items():
@@ -158,12 +163,18 @@ def measure_relaxed(engines: dict[str, Engine], prompts: list[tuple[str, str]]) 
             pairs[name].append((engine.generate(ids, relaxed), engine.generate(ids, strict)))
     for name, both in pairs.items():
         long = [pair for pair in both if min(len(side.token_ids) for side in pair) >= LEAST]
-        ratio = statistics.median(b.metrics.tpot_s / a.metrics.tpot_s for a, b in long)
+        ratio = statistics.median(take_time(b) / take_time(a) for a, b in long)
         same = sum(a.token_ids == b.token_ids for a, b in both)
         lengths, nats = zip(*(average(side) for side in zip(*both, strict=True)), strict=True)
         shown = (f"{number:.2f}" for number in (ratio, *lengths))
         table.add_row(name, *shown, f"{same} of {len(both)}", *(f"{loss:.3f}" for loss in nats))
     return table
+
+
+def take_time(answer: Result) -> float:
+    """Return the seconds per token of an answer of several tokens."""
+    assert answer.metrics.tpot_s is not None
+    return answer.metrics.tpot_s
 
 
 def average(results: Iterable[Result]) -> tuple[float, float]:
