@@ -29,6 +29,7 @@ def families() -> list[Family]:
     from mtpbuild.builder.models import (
         deepseek_v3,
         deepseek_v32,
+        deepseek_v4,
         dense,
         gemma4,
         glm4_moe,
@@ -37,7 +38,9 @@ def families() -> list[Family]:
         qwen3_5,
     )
 
-    built_in = (deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, glm4_moe, qwen3_5, gemma4)
+    built_in = (
+        deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, deepseek_v4, glm4_moe, qwen3_5, gemma4,
+    )  # fmt: skip
     built_in_families = (*(module.FAMILY for module in built_in), *dense.FAMILIES)
     return [*built_in_families, *_REGISTERED.values()]
 

@@ -62,6 +62,16 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class CachedRows:
+    """Rows that a main layer has in the cache beside those of its tokens' keys and values."""
+
+    name: str  # the layer's name for them
+    layer: int
+    width: int
+    window: int = 0  # how many of the newest are read; 0: all
+
+
+@dataclass(frozen=True)
 class Family:
     """A model architecture; its functions take the architecture's subclass of ModelConfig.
 
@@ -84,6 +94,8 @@ class Family:
     gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
     # How many rows each layer sees, the last one included; 0: all.
     windows: Callable[[Any], list[int]] = lambda c: [0] * c.num_hidden_layers
+    more_rows: Callable[[Any], list[CachedRows]] = lambda c: []  # of main layers
+    row_step: Callable[[Any], int] = lambda c: 1  # caches have a multiple of so many rows
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     # Sizes of the parts of a layer's cache row, repeated up to its width. In int8 caches no scale
     # spans two parts. (): no int8 caches.

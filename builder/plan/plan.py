@@ -1,8 +1,8 @@
 """The plan of one engine, made from the request and the configuration, without torch."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 from mtpbuild.builder.checkpoint.config import ModelConfig
@@ -19,6 +19,7 @@ from mtpbuild.runtime.contract.state import (
     StateSpec,
     make_rows_spec,
     name_layer_rows,
+    name_layer_state,
     name_module_rows,
     step_spec,
 )
@@ -95,7 +96,9 @@ class Plan:
         whose request ended in the last step runs once more, T rows further on.
         """
         rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
-        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
+        step = find_family_of(self.config).row_step(self.config)
+        step = math.lcm(step, ALIGNED_ROWS if self.style.whole_caches else 1)
+        return -(-rows // step) * step
 
     def count_rows(self, window: int) -> int:
         """Return the cache rows per slot of a layer that sees so many; 0: all."""
@@ -207,6 +210,10 @@ def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         for (name, owner), width, window in zip(owners, widths, windows, strict=False)
         if width  # there are widths of modules that are not used
     ]
+    for more in family.more_rows(c):
+        shape = (B, 1, plan.count_rows(more.window), more.width)
+        name, owner = name_layer_state(more.name, more.layer), f"layers.{more.layer}"
+        specs.append(make_rows_spec(name, owner, plan.dtype, shape, ring=more.window > 0))
     specs += [state.spec(B) for state in family.recurrent(c, plan.ranks)]
     specs += [
         step_spec("lengths", "int64", (B,)),
@@ -269,4 +276,4 @@ def make_drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSp
 
 def count_state_bytes(spec: StateSpec) -> int:
     """Return the bytes of a state tensor."""
-    return ITEM_BYTES[spec.dtype] * prod(spec.shape)
+    return ITEM_BYTES[spec.dtype] * math.prod(spec.shape)

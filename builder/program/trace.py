@@ -7,6 +7,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.overrides import override_attribute
 from mtpbuild.builder.plan.plan import Plan, make_state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, max_chunk_tokens
@@ -48,7 +49,7 @@ def trace(program: Program, plan: Plan) -> TracedProgram:
     `batch` of a decode step if there is more than one slot. If programs take all slots only the
     chunk varies, and a GPU's decode steps take the caches whole.
     """
-    least = 2 * plan.window + 2
+    least = max(2 * plan.window, 3 * find_family_of(plan.config).row_step(plan.config)) + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=max_chunk_tokens(plan))
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))

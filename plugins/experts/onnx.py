@@ -22,7 +22,9 @@ ATTRIBUTES: dict[str, Any] = {
 MoE = declare_operator(ONNXRUNTIME, "MoE", "input router_probs fc1 fc1_bias fc2", **ATTRIBUTES)
 
 
-def experts_onnx(x: Any, ids: Any, gate_up: Any, down: Any, gelu: bool = False) -> Any:
+def experts_onnx(
+    x: Any, ids: Any, gate_up: Any, down: Any, gelu: bool = False, limit: float = 0.0
+) -> Any:
     """Emit one MoE node, with nodes that add and remove an extra row for each expert in use."""
     used, first, _, _ = op.Unique(ids)
     rows = op.Concat(x, op.Gather(x, first), axis=0)

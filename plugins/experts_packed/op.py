@@ -20,10 +20,11 @@ def experts_packed(
     down_values: Tensor,
     down_scales: Tensor | None,
     gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Sum down(silu(gate(x)) * up(x)) of the experts ids [.., k] for x [.., E]; weights [.., k].
 
-    gelu: in place of silu.
+    gelu: in place of silu. limit: as `apply_gate` has it.
 
     An id of `NO_EXPERT` stands for an expert on another rank and adds nothing. The experts' weights
     are in the layout of `product_packed`, with the experts [X, ..] first. gate_up's panels are 32
@@ -37,7 +38,7 @@ def experts_packed(
     h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
     down = _chosen(chosen, down_values, down_scales, width)
-    inner = apply_gate(gate, up, gelu).flatten(-2).narrow(-1, 0, down.shape[-1])
+    inner = apply_gate(gate, up, gelu, limit).flatten(-2).narrow(-1, 0, down.shape[-1])
     y = torch.einsum("ni,noi->no", inner, down).reshape(*ids.shape, width)
     return (y * weights[..., None]).sum(-2)
 

@@ -12,11 +12,18 @@ from mtpbuild.plugins.product_packed.op import unpacked
     Node("GatedProduct", renamed={"outputs": "N"}),
 )
 def gated_packed(
-    x: Tensor, values: Tensor, scales: Tensor | None, outputs: int, gelu: bool = False
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    outputs: int,
+    gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Compute silu(gate(x)) * up(x), or with gelu, of x [.., K] -> fp32 [.., outputs / 2].
+
+    limit: as `apply_gate` has it.
 
     The weight is in the layout of `product_packed`, the gates first; outputs is a multiple of 64.
     """
     gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
-    return apply_gate(gate, up, gelu)
+    return apply_gate(gate, up, gelu, limit)

@@ -13,6 +13,11 @@ def gelu_gate(x: Tensor, z: Tensor) -> Tensor:
     return x * F.gelu(z, approximate="tanh")
 
 
-def apply_gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
-    """Return silu(gate) * up, or gelu(gate) * up."""
+def apply_gate(gate: Tensor, up: Tensor, gelu: bool, limit: float = 0.0) -> Tensor:
+    """Return silu(gate) * up, or gelu(gate) * up.
+
+    limit: gates are at most so large, ups within it and its negative; 0: no limit.
+    """
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gelu_gate(up, gate) if gelu else F.silu(gate) * up

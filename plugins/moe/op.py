@@ -63,7 +63,7 @@ def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple
     return torch.cat([weights, ones], -1), torch.cat([ids, shared.expand(ones.shape)], -1)
 
 
-@define(lambda x: torch.empty_like(x), fits=lambda *operands, gelu=False: not gelu)
+@define(lambda x: torch.empty_like(x), fits=lambda *operands, gelu=False, limit=0.0: not gelu and not limit)
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -76,13 +76,14 @@ def moe(
     down_scales_2: Tensor | None = None,
     most: int = 0,
     gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Sum the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. The id `NO_EXPERT` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
-    like any other. The kernel takes up to `MAX_TOKENS` tokens, and no gelu in place of silu. most:
+    like any other. The kernel takes up to `MAX_TOKENS` tokens, neither gelu nor a limit. most:
     the bound if N is a symbol.
     """
     chosen = ids.flatten().clamp(min=0)
@@ -91,13 +92,18 @@ def moe(
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
     down = _chosen(chosen, down_proj, down_scales, down_scales_2)
-    inner = apply_gate(gate, up, gelu)
+    inner = apply_gate(gate, up, gelu, limit)
     y = inner @ down.type_as(x)
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
 def run_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, *experts: Tensor | None, gelu: bool = False
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *experts: Tensor | None,
+    gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Run `moe` for any number of tokens, in pieces that its kernel takes.
 
@@ -106,8 +112,8 @@ def run_experts(
     """
     tokens = x.shape[0]
     padded = KEPT.get().padded_tokens
-    if not moe.is_kept or gelu:
-        return moe(x, weights, ids, *experts, gelu=gelu)
+    if not moe.is_kept or gelu or limit:
+        return moe(x, weights, ids, *experts, gelu=gelu, limit=limit)
     known = isinstance(tokens, int)
     piece = padded or MAX_TOKENS
     max_tokens = tokens if known else upper_bound(tokens)

@@ -54,11 +54,11 @@ class PackedBlocks(PackedWeight):
         """Return the weights [.., in] of the outputs `tokens` [..], in fp32."""
         return embedding_nbits(tokens, self.values, self.scales, self.outputs)
 
-    def gated(self, x: Tensor, gelu: bool) -> Tensor:
+    def gated(self, x: Tensor, gelu: bool, limit: float) -> Tensor:
         """Return silu(gate) * up, or gelu(gate) * up, [.., out / 2] of x [.., in]."""
         if self.outputs % (2 * PANEL):  # the gates don't fill panels
-            return gate_halves(x @ self, gelu)
-        return gated_packed(x, self.values, self.scales, self.outputs, gelu)
+            return gate_halves(x @ self, gelu, limit)
+        return gated_packed(x, self.values, self.scales, self.outputs, gelu, limit)
 
 
 class EmbeddingBlocks(nn.Module):
@@ -86,7 +86,13 @@ class PackedExperts(PackedWeight):
     """Packed weights [X, in, out] of experts; gates and ups are each padded to whole panels."""
 
     def weighed(
-        self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor, gelu: bool
+        self,
+        down: "PackedExperts",
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gelu: bool,
+        limit: float,
     ) -> Tensor:
         """Return the weighed sum [.., E] of experts: x [.., E], weights and ids [.., k].
 
@@ -94,7 +100,7 @@ class PackedExperts(PackedWeight):
         gates, in place of silu.
         """
         parts = self.values, self.scales, down.values, down.scales
-        return experts_packed(x, weights, ids, *parts, gelu=gelu)
+        return experts_packed(x, weights, ids, *parts, gelu=gelu, limit=limit)
 
 
 class ExpertRows(nn.Module):
@@ -106,12 +112,19 @@ class ExpertRows(nn.Module):
         self.rows = parameter(count, outputs, inputs, dtype=weight.dtype)
 
     def weighed(
-        self, down: "ExpertRows", x: Tensor, weights: Tensor, ids: Tensor, gelu: bool
+        self,
+        down: "ExpertRows",
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gelu: bool,
+        limit: float,
     ) -> Tensor:
         """Do the same as `PackedExperts.weighed`."""
         weights = torch.where(ids == NO_EXPERT, 0.0, weights)
         repeated = x.unsqueeze(-2).expand(*ids.shape, -1).flatten(0, -2)
-        y = experts(repeated, ids.clamp(min=0).flatten().long(), self.rows, down.rows, gelu)
+        chosen = ids.clamp(min=0).flatten().long()
+        y = experts(repeated, chosen, self.rows, down.rows, gelu, limit)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
@@ -167,23 +180,26 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
 
 
 def multiply_gated(
-    x: Tensor, weight: "Tensor | PackedBlocks | ScaledWeight", gelu: bool = False
+    x: Tensor,
+    weight: "Tensor | PackedBlocks | ScaledWeight",
+    gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Compute silu(gate) * up, or gelu(gate) * up, of x [.., E] -> [.., I].
 
-    The weight's outputs are gates, then ups.
+    The weight's outputs are gates, then ups. limit: as `apply_gate` has it.
     """
     if isinstance(weight, PackedBlocks):
-        return weight.gated(x, gelu)
-    if isinstance(weight, Tensor) and not gelu:
+        return weight.gated(x, gelu, limit)
+    if isinstance(weight, Tensor) and not gelu and not limit:
         return gated_product(x, weight)
-    return gate_halves(x @ weight, gelu)
+    return gate_halves(x @ weight, gelu, limit)
 
 
-def gate_halves(y: Tensor, gelu: bool) -> Tensor:
+def gate_halves(y: Tensor, gelu: bool, limit: float) -> Tensor:
     """Compute silu(gate) * up, or gelu(gate) * up, of y [.., 2 I], the gates first."""
     gate, up = y.chunk(2, dim=-1)
-    return apply_gate(gate, up, gelu)
+    return apply_gate(gate, up, gelu, limit)
 
 
 def weigh_chosen(
@@ -193,21 +209,22 @@ def weigh_chosen(
     weights: Tensor,
     ids: Tensor,
     gelu: bool = False,
+    limit: float = 0.0,
 ) -> Tensor:
     """Return the weighed sum [.., E] of the experts ids [.., k] for x [.., E]; weights [.., k].
 
-    gelu: of their gates, in place of silu.
+    gelu: of their gates, in place of silu. limit: as `apply_gate` has it.
     """
     if isinstance(gate_up, PackedExperts | ExpertRows):
         weighed: Callable[..., Tensor] = gate_up.weighed
-        return weighed(down, x, weights, ids, gelu)
+        return weighed(down, x, weights, ids, gelu, limit)
     assert isinstance(down, Tensor | ScaledWeight)
     flat = (operand.flatten(0, -2) for operand in (x, weights, ids.int()))
     (first, *scales), (second, *down_scales) = (
         w.parts if isinstance(w, ScaledWeight) else (w, None, None) for w in (gate_up, down)
     )
     weights_of_all = (first, second, *scales, *down_scales)
-    return run_experts(*flat, *weights_of_all, gelu=gelu).reshape(x.shape)
+    return run_experts(*flat, *weights_of_all, gelu=gelu, limit=limit).reshape(x.shape)
 
 
 def replace_parameter(model: nn.Module, name: str, weight: nn.Module) -> None:

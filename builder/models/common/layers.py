@@ -109,9 +109,9 @@ class MLP(nn.Module):
 
     by_kernel_of_few = ("gate_up_proj",)
 
-    def __init__(self, hidden: int, inner: int, gelu: bool = False) -> None:
+    def __init__(self, hidden: int, inner: int, gelu: bool = False, limit: float = 0.0) -> None:
         super().__init__()
-        self.gelu = gelu
+        self.gelu, self.limit = gelu, limit
         self.gate_up_proj = parameter(hidden, 2 * inner)
         self.down_proj = parameter(inner, hidden)
 
@@ -120,7 +120,7 @@ class MLP(nn.Module):
 
     def inner(self, x: Tensor) -> Tensor:
         """Compute silu(gate) * up, or gelu(gate) * up: x [.., E] -> [.., I]."""
-        return multiply_gated(x, self.gate_up_proj, self.gelu)
+        return multiply_gated(x, self.gate_up_proj, self.gelu, self.limit)
 
 
 class DecoderLayer(nn.Module):
