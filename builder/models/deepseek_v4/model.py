@@ -68,7 +68,7 @@ class StreamRope(Rope):
                 near.start // r,
                 None,
                 self.far.inv_freq * r,
-                tokens=count_closed(tokens, r),
+                tokens=count_made(tokens, r),
                 offset=0,
                 end=0,
                 scale=self.far.scale,
@@ -79,30 +79,38 @@ class StreamRope(Rope):
         return StreamPositions(**parts, far=(far.cos, far.sin), rows=rows, ring=ring)
 
 
-def count_closed(tokens: int, r: int) -> int:
-    """Return the most compressed rows that so many tokens complete."""
-    return (tokens + r - 1) // r
+def count_made(tokens: int, r: int) -> int:
+    """Return how many compressed rows a pass makes: all that it may complete, and others.
+
+    At least two, as torch.export takes a size that may be 1 for one that is.
+    """
+    return tokens // r + 2
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the last R numbers of x [B, T, .., D] in neighbouring pairs; cos, sin [B, T, R / 2]."""
     size = 2 * cos.shape[-1]
-    shape = (*cos.shape[:2], *(1 for _ in x.shape[3:]), cos.shape[-1])
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    for _ in x.shape[3:]:
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     rest, turned = x[..., : x.shape[-1] - size], x[..., x.shape[-1] - size :]
     a, b = turned[..., 0::2], turned[..., 1::2]
     both = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     return torch.cat([rest, both], dim=-1)
 
 
-def read_ring(cache: Tensor, start: Tensor, count: int) -> Tensor:
-    """Return the rows [B, count, C] of positions start [B] .. in a cache [B, 1, S, C].
+def read_ring(cache: Tensor, at: Tensor) -> Tensor:
+    """Return the rows [B, .., C] of positions at [B, ..] in a cache [B, 1, S, C].
 
-    Position p is in row p % S; those before 0 are any row.
+    Position p is in row p % S; of those before 0 any row is returned.
     """
-    at = start[:, None] + torch.arange(count, device=start.device)
-    at = at.clamp(min=0) % cache.shape[2]
-    return cache[:, 0].gather(1, at[..., None].expand(-1, -1, cache.shape[3]))
+    slots = torch.arange(at.shape[0], device=at.device).reshape(-1, *(1 for _ in at.shape[1:]))
+    return cache[:, 0][slots, at.clamp(min=0) % cache.shape[2]]
+
+
+def norm_plainly(x: Tensor, eps: float) -> Tensor:
+    """Compute an RMSNorm over the last axis, without a weight."""
+    size = x.shape[-1:]
+    return F.rms_norm(x, size, x.new_ones(size), eps)
 
 
 class Mixer(nn.Module):
@@ -120,7 +128,7 @@ class Mixer(nn.Module):
         """Return the branch's input [B, T, E] of x [B, T, N, E], and what `join` takes."""
         N, eps = self.streams, self.eps
         flat = x.flatten(2)
-        weights = F.rms_norm(flat, flat.shape[-1:], None, self.norm_eps) @ self.fn
+        weights = norm_plainly(flat, self.norm_eps) @ self.fn
         factors = torch.cat([self.scale[i].expand(n) for i, n in enumerate((N, N, N * N))])
         pre, post, comb = (weights * factors + self.base).split([N, N, N * N], dim=-1)
         comb = comb.unflatten(-1, (N, N)).softmax(-1) + eps
@@ -148,7 +156,7 @@ class StreamHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum the streams x [B, T, N E] to [B, T, E]."""
-        weights = F.rms_norm(x, x.shape[-1:], None, self.norm_eps) @ self.fn
+        weights = norm_plainly(x, self.norm_eps) @ self.fn
         pre = (weights * self.scale + self.base).sigmoid() + self.eps
         return (pre[..., None] * x.unflatten(-1, (self.streams, -1))).sum(2)
 
@@ -169,44 +177,62 @@ class Compressor(nn.Module):
         self.position_bias = parameter(self.ratio, self.windows * sum(self.widths))
         self.norms = nn.ModuleList(RMSNorm(width, c.rms_norm_eps) for width in self.widths)
 
-    def make_rows(self, opened: Tensor, rows: StreamPositions, tokens: int) -> Tensor:
-        """Return the rows [B, n, D + ..] that may end among the pass's tokens, from the ring."""
+    def place_rows(self, rows: StreamPositions, tokens: int, bound: int) -> Tensor:
+        """Return the numbers [B, n] of the rows to make from the base's on.
+
+        The last one within `bound` cache rows takes the place of later ones.
+        """
+        numbers = torch.arange(count_made(tokens, self.ratio), device=rows.start.device)
+        numbers = (rows.start // self.ratio)[:, None] + numbers
+        return numbers - (numbers - (bound // self.ratio - 1)).clamp(min=0)
+
+    def make_rows(self, opened: Tensor, numbers: Tensor, rows: StreamPositions) -> Tensor:
+        """Return the rows [B, n, D + ..] of these numbers, of the projections in the ring.
+
+        Those that are not complete are any numbers: nobody sees them.
+        """
         r, W = self.ratio, self.windows
-        count = count_closed(tokens, r)
-        first = rows.start // r - (W - 1)  # the window that the first row begins with
-        taken = read_ring(opened, first * r, (count + W - 1) * r)
-        values, gates = taken.unflatten(1, (-1, r)).chunk(2, dim=-1)
-        gates = gates + self.position_bias
-        parts = list[Tensor]()
-        at = 0
+        token = torch.arange(r, device=numbers.device)
+        windows = list[tuple[Tensor, Tensor]]()
+        for w in range(W):
+            taken = read_ring(opened, (numbers + (w + 1 - W))[..., None] * r + token)
+            value, gate = taken.chunk(2, dim=-1)
+            windows.append((value, gate + self.position_bias))
+        ahead = (numbers - (rows.start // r)[:, None])[..., None]
+        cos, sin = (part.gather(1, ahead.expand(-1, -1, part.shape[2])) for part in rows.rows[r])
+        parts, at = list[Tensor](), 0
         for width, norm in zip(self.widths, self.norms, strict=True):
-            kinds = [slice(at + w * width, at + (w + 1) * width) for w in range(W)]
-            at += W * width
             value, gate = (
-                torch.cat([part[:, w : w + count, :, kind] for w, kind in enumerate(kinds)], dim=2)
-                for part in (values, gates)
+                torch.cat(
+                    [both[i][..., at + w * width :][..., :width] for w, both in enumerate(windows)],
+                    dim=2,
+                )
+                for i in range(2)
             )
+            at += W * width
             if W > 1:  # before the first token there is no window
-                there = first[:, None] + torch.arange(count, device=first.device) >= 0
-                there = there[:, :, None, None] | (torch.arange(W * r) >= r)[:, None]
+                there = (numbers > 0)[..., None, None] | (torch.arange(W * r) >= r)[:, None]
                 gate = torch.where(there, gate, float("-inf"))
-            row = norm((value * gate.softmax(2)).sum(2))
-            parts.append(rotate_end(row, *rows.rows[r]))
+            parts.append(rotate_end(norm((value * gate.softmax(2)).sum(2)), cos, sin))
         return torch.cat(parts, dim=-1)
 
-    def write(self, cache: Tensor, made: Tensor, rows: StreamPositions) -> Tensor:
+    def write(self, cache: Tensor, made: Tensor, numbers: Tensor, rows: StreamPositions) -> Tensor:
         """Write rows [B, n, D + ..] to the places of their last tokens in a cache [B, 1, S, C]."""
-        r, g = self.ratio, self.group
-        made = F.pad(made, (0, g * cache.shape[3] - made.shape[2])).unflatten(2, (g, -1))
-        made = F.pad(made, (0, 0, r - g, 0)).flatten(1, 2)[:, None]
-        place = torch.where(rows.ring < 0, -1, rows.start // r * r)
-        return write_ring(cache, cast(made, cache.dtype), place)
+        r, g, (B, _, _, width) = self.ratio, self.group, cache.shape
+        made = F.pad(made, (0, g * width - made.shape[2])).unflatten(2, (g, width))
+        at = numbers[..., None] * r + torch.arange(r - g, r, device=cache.device)
+        slots = torch.arange(B, device=cache.device)[:, None, None]
+        idle = (rows.ring < 0)[:, None, None, None]
+        new = torch.where(idle, cache[:, 0][slots, at], cast(made, cache.dtype))
+        return cache.index_put((slots, torch.zeros_like(at), at), new)
 
     def read(self, cache: Tensor) -> list[Tensor]:
         """Return the rows [B, n, D] of a cache, and with an indexer its keys."""
         r, g = self.ratio, self.group
-        rows = cache[:, 0, : cache.shape[2] // r * r].unflatten(1, (-1, r))[:, :, r - g :]
-        return [*rows.flatten(2)[..., : sum(self.widths)].split(self.widths, dim=-1)]
+        count = cache.shape[2] // r
+        at = torch.arange(count, device=cache.device)[:, None] * r + torch.arange(r - g, r)
+        rows = cache[:, 0].index_select(1, at.flatten()).reshape(-1, count, g * cache.shape[3])
+        return [*rows[..., : sum(self.widths)].split(self.widths, dim=-1)]
 
 
 class Indexer(nn.Module):
@@ -224,11 +250,13 @@ class Indexer(nn.Module):
         """Return which of the rows that are seen [B, T, n] are chosen; keys [B, n, D]."""
         q = rotate_end((latent @ self.q_b_proj).unflatten(-1, (self.heads, -1)), *angles)
         size = q.shape[-1]
-        raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (-1, self.heads)).relu() * size**-0.5
+        raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (x.shape[1], self.heads))
         weights = (x @ self.weights_proj) * self.heads**-0.5
-        scores = (weights[..., None] * raw).sum(2).masked_fill(~seen, float("-inf"))
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.count]
-        return torch.zeros_like(seen).scatter(-1, order, True) & seen
+        scores = (weights[..., None] * raw.relu() * size**-0.5).sum(2)
+        scores = F.pad(scores.masked_fill(~seen, float("-inf")), (0, self.count), value=float("-inf"))
+        best = scores.topk(self.count, dim=-1).indices
+        none = torch.zeros_like(scores, dtype=torch.bool)
+        return none.scatter(-1, best, True)[..., : seen.shape[-1]] & seen
 
 
 class StreamAttention(nn.Module):
@@ -264,8 +292,10 @@ class StreamAttention(nn.Module):
             return {}
         projected = cast(x @ self.compressor.proj, old[OPEN].dtype)
         opened = write_ring(old[OPEN], projected[:, None], rows.ring)
-        made = self.compressor.make_rows(opened, rows, x.shape[1])
-        return {COMPRESSED: self.compressor.write(old[COMPRESSED], made, rows), OPEN: opened}
+        numbers = self.compressor.place_rows(rows, x.shape[1], old[COMPRESSED].shape[2])
+        made = self.compressor.make_rows(opened, numbers, rows)
+        compressed = self.compressor.write(old[COMPRESSED], made, numbers, rows)
+        return {COMPRESSED: compressed, OPEN: opened}
 
     def attend(
         self,
@@ -285,7 +315,7 @@ class StreamAttention(nn.Module):
         H, D, W = c.num_attention_heads, c.head_dim, c.sliding_window
         angles = self.angles(rows)
         q = (latent @ self.q_b_proj).unflatten(-1, (H, D))
-        q = rotate_end(F.rms_norm(q, (D,), None, c.rms_norm_eps), *angles).transpose(1, 2)
+        q = rotate_end(norm_plainly(q, c.rms_norm_eps), *angles).transpose(1, 2)
         later = first[:, None] + torch.arange(q.shape[2], device=first.device)  # [B, T]
         at = torch.arange(near.shape[1], device=first.device) - (W - 1)
         ahead = later[..., None] - at  # [B, T, rows]
@@ -395,8 +425,8 @@ class StreamLayer(nn.Module):
 
     def read_before(self, cache: Tensor, rows: StreamPositions) -> Tensor:
         """Return the rows [B, W - 1, D] before the base."""
-        count = self.window - 1
-        return cast(read_ring(cache, rows.base - count, count), torch.float32)
+        at = rows.base[:, None] + torch.arange(1 - self.window, 0, device=rows.base.device)
+        return cast(read_ring(cache, at), torch.float32)
 
     def finish(self, x: Tensor, tokens: Tensor) -> Tensor:
         y, post, comb = self.ffn_hc(x)
