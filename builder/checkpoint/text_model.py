@@ -19,7 +19,7 @@ MLX_STACK = re.compile(
 # DeepSeek's own names of V4's weights, and those of transformers, which are ours.
 NATIVE = re.compile(
     r"(?:model\.)?((?:layers|mtp)\.\d+\.(?:attn|ffn|hc_\w+|norm|[eh]_proj|[eh]norm)\b.*"
-    r"|(?:layers|mtp)\.\d+\.(?:attn|ffn)_norm\..*|hc_head\w*.*|embed\.weight|head\.weight)"
+    r"|(?:layers|mtp)\.\d+\.(?:attn|ffn)_norm\..*|hc_head\w*.*|norm\.weight|embed\.weight|head\.weight)"
 )
 RENAMED = (
     (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),

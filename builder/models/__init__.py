@@ -28,8 +28,8 @@ def families() -> list[Family]:
     """Return the built-in families, then the registered ones."""
     from mtpbuild.builder.models import (
         deepseek_v3,
-        deepseek_v32,
         deepseek_v4,
+        deepseek_v32,
         dense,
         gemma4,
         glm4_moe,
@@ -39,7 +39,8 @@ def families() -> list[Family]:
     )
 
     built_in = (
-        deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, deepseek_v4, glm4_moe, qwen3_5, gemma4,
+        deepseek_v3, glm4_moe_lite, deepseek_v32, glm_moe_dsa, deepseek_v4, glm4_moe, qwen3_5,
+        gemma4,
     )  # fmt: skip
     built_in_families = (*(module.FAMILY for module in built_in), *dense.FAMILIES)
     return [*built_in_families, *_REGISTERED.values()]

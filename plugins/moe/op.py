@@ -63,7 +63,10 @@ def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple
     return torch.cat([weights, ones], -1), torch.cat([ids, shared.expand(ones.shape)], -1)
 
 
-@define(lambda x: torch.empty_like(x), fits=lambda *operands, gelu=False, limit=0.0: not gelu and not limit)
+@define(
+    lambda x: torch.empty_like(x),
+    fits=lambda *operands, gelu=False, limit=0.0: not gelu and not limit,
+)
 def moe(
     x: Tensor,
     weights: Tensor,

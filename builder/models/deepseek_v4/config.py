@@ -66,7 +66,7 @@ class DeepseekV4Config(MoEConfig):
     rope: RopeConfig = field(metadata={"read": lambda read, key: read_rope(read, "main")})
     row_rope: RopeConfig = field(metadata={"read": lambda read, key: read_rope(read, "compress")})
     moe_layers: tuple[bool, ...] = fixed(())
-    mtp: ModuleInputs = fixed(ModuleInputs(trunk_normed=False, recycles_normed=False))  # noqa: RUF009
+    mtp: ModuleInputs = fixed(ModuleInputs(trunk_normed=False, recycles_normed=False))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Self:

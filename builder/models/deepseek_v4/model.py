@@ -88,7 +88,10 @@ def count_made(tokens: int, r: int) -> int:
 
 
 def rotate_end(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last R numbers of x [B, T, .., D] in neighbouring pairs; cos, sin [B, T, R / 2]."""
+    """Rotate the last R numbers of x [B, T, .., D] in neighbouring pairs.
+
+    cos, sin: [B, T, R / 2].
+    """
     size = 2 * cos.shape[-1]
     for _ in x.shape[3:]:
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
@@ -99,12 +102,17 @@ def rotate_end(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def read_ring(cache: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [B, .., C] of positions at [B, ..] in a cache [B, 1, S, C].
+    """Return the rows [B, .., C] of positions at [B, ..] in a ring [B, 1, S, C].
 
     Position p is in row p % S; of those before 0 any row is returned.
     """
+    return read_rows(cache, at.clamp(min=0) % cache.shape[2])
+
+
+def read_rows(cache: Tensor, at: Tensor) -> Tensor:
+    """Return the rows [B, .., C] with the numbers at [B, ..] in a cache [B, 1, S, C]."""
     slots = torch.arange(at.shape[0], device=at.device).reshape(-1, *(1 for _ in at.shape[1:]))
-    return cache[:, 0][slots, at.clamp(min=0) % cache.shape[2]]
+    return cache[:, 0][slots, at]
 
 
 def norm_plainly(x: Tensor, eps: float) -> Tensor:
@@ -253,7 +261,9 @@ class Indexer(nn.Module):
         raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (x.shape[1], self.heads))
         weights = (x @ self.weights_proj) * self.heads**-0.5
         scores = (weights[..., None] * raw.relu() * size**-0.5).sum(2)
-        scores = F.pad(scores.masked_fill(~seen, float("-inf")), (0, self.count), value=float("-inf"))
+        scores = F.pad(
+            scores.masked_fill(~seen, float("-inf")), (0, self.count), value=float("-inf")
+        )
         best = scores.topk(self.count, dim=-1).indices
         none = torch.zeros_like(scores, dtype=torch.bool)
         return none.scatter(-1, best, True)[..., : seen.shape[-1]] & seen
@@ -346,16 +356,14 @@ class StreamGate(nn.Module):
         super().__init__()
         self.chosen, self.factor = c.num_experts_per_tok, c.routed_scaling_factor
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
-        self.bias = self.table = None
-        if c.is_hashed(layer):
+        self.bias = None if c.is_hashed(layer) else parameter(c.n_routed_experts)
+        if self.bias is None:
             self.table = parameter(c.vocab_size, c.num_experts_per_tok)
-        else:
-            self.bias = parameter(c.n_routed_experts)
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and ids of a token's experts, both [B, T, k]."""
         scores = F.softplus(cast(x, torch.float32) @ self.weight.float()).sqrt()
-        if self.table is not None:
+        if self.bias is None:
             ids = look_up(self.table, tokens).long()
         else:
             biased = scores + self.bias
@@ -381,8 +389,9 @@ class ClampedExperts(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Sum the experts of x [B, T, E]; tokens [B, T]: their ids."""
-        chosen = self.gate(x, tokens)
-        y = weigh_chosen(self.gate_up_proj, self.down_proj, x, *chosen, limit=self.limit)
+        routes, ids = self.gate(x, tokens)
+        weights = self.gate_up_proj, self.down_proj
+        y = weigh_chosen(*weights, x, routes, ids, limit=self.limit)
         return y + self.shared_experts(x)
 
 
@@ -406,7 +415,8 @@ class StreamLayer(nn.Module):
         y, post, comb = self.attn_hc(x)
         y = self.input_layernorm(y)
         new, latent, fresh = self.write(y, old, rows)
-        near = torch.cat([self.read_before(new["kv"], rows), fresh], dim=1)
+        before = cast(read_ring(new["kv"], self.place_before(rows)), y.dtype)
+        near = torch.cat([before, fresh], dim=1)
         y = self.self_attn.attend(y, latent, rows, near, rows.first, new.get(COMPRESSED))
         return self.finish(join(x, y, post, comb), tokens), new
 
@@ -414,19 +424,16 @@ class StreamLayer(nn.Module):
         """Write only the caches."""
         return self.write(self.input_layernorm(self.attn_hc(x)[0]), old, rows)[0]
 
-    def write(
-        self, y: Tensor, old: State, rows: StreamPositions
-    ) -> tuple[State, Tensor, Tensor]:
+    def write(self, y: Tensor, old: State, rows: StreamPositions) -> tuple[State, Tensor, Tensor]:
         """Return the caches after y [B, T, E], the queries' latent, and the fresh rows."""
         latent, fresh = self.self_attn.project(y, rows)
         rounded = cast(fresh, old["kv"].dtype)
         new = {"kv": write_ring(old["kv"], rounded[:, None], rows.ring)}
         return new | self.self_attn.compress(y, old, rows), latent, cast(rounded, fresh.dtype)
 
-    def read_before(self, cache: Tensor, rows: StreamPositions) -> Tensor:
-        """Return the rows [B, W - 1, D] before the base."""
-        at = rows.base[:, None] + torch.arange(1 - self.window, 0, device=rows.base.device)
-        return cast(read_ring(cache, at), torch.float32)
+    def place_before(self, rows: StreamPositions) -> Tensor:
+        """Return the positions [B, W - 1] before the base that a window sees."""
+        return rows.base[:, None] + torch.arange(1 - self.window, 0, device=rows.base.device)
 
     def finish(self, x: Tensor, tokens: Tensor) -> Tensor:
         y, post, comb = self.ffn_hc(x)
@@ -503,7 +510,8 @@ class StreamModule(DraftLayer):
         first: Tensor,
     ) -> Tensor:
         """Return the streams after the layer, from its input, its latent and its weights."""
-        near = torch.cat([self.layer.read_before(cache, rows), fresh], dim=1)
+        before = read_rows(cache, self.layer.place_before(rows).clamp(min=0))
+        near = torch.cat([cast(before, fresh.dtype), fresh], dim=1)
         y = self.layer.self_attn.attend(*inputs, rows, near, first, None)
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)  # none is hashed
         return self.layer.finish(join(x, y, *weights), tokens)
@@ -535,7 +543,9 @@ class DeepseekV4(CausalLM):
         last = len(self.layers) - 1
         x, updates = self.run(tokens, state, rows, last)
         layer: Any = self.layers[last]
-        updates.written.update(name_states(layer.fill(x, self.read_states(last, state), rows), last))
+        updates.written.update(
+            name_states(layer.fill(x, self.read_states(last, state), rows), last)
+        )
         return updates
 
     def run(

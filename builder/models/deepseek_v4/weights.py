@@ -140,7 +140,7 @@ def list_expert_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> It
 
 
 def list_stream_head(c: DeepseekV4Config, at: str, to: str) -> Iterator[Weight]:
-    """Yield the weights by which the streams are summed for a head; `at` ends before their names."""
+    """Yield the weights by which the streams are summed; `at` ends before their names."""
     N = c.hc_mult
     yield product(f"{to}.fn", StoredTensor(f"{at}fn", (N, N * c.hidden_size)))
     yield Weight(f"{to}.base", (StoredTensor(f"{at}base", (N,)),))

@@ -75,6 +75,7 @@ struct Experts : FloatOperator {
                                        maybe(FLOAT16), ANY,   maybe(FLOAT16), maybe(FLOAT)};
   using FloatOperator::FloatOperator;
   decltype(k.gated) gated = from.value_or<int64_t>("gelu", 0) ? k.gated_gelu : k.gated;
+  float limit = from.value_or("limit", 0.0f);  // as in GatedProduct
 
   void compute(Call& call) const {
     Tensor x = call.input(0), ups = call.input(3), downs = call.input(5);
@@ -116,8 +117,10 @@ struct Experts : FloatOperator {
       for (int64_t i = 0; i < run.count; i++) {
         Input* own = &hidden[routed.rows[run.first + i] * units + panel * W::UNIT];
         for (int64_t n = 0; n < columns; n += PANEL, own += W::UNIT) {
-          gated(all[i] + 2 * n, all[i] + 2 * n + PANEL, PANEL);
-          W::convert(k, all[i] + 2 * n, PANEL, own);
+          float *gates = all[i] + 2 * n, *ups = gates + PANEL;
+          clamp_gates(gates, ups, PANEL, limit);
+          gated(gates, ups, PANEL);
+          W::convert(k, gates, PANEL, own);
         }
       }
     });

@@ -64,6 +64,15 @@ void run_tasks(Call& call, int64_t count, int64_t multiplications, const F& task
 }
 
 // The base of most operators; each declares `name`, `inputs` and any `results` but one of fp32.
+// Makes gates at most `limit`, and ups within it and its negative; a NaN stays. 0: no limit.
+inline void clamp_gates(float* gates, float* ups, int64_t count, float limit) {
+  if (limit <= 0.0f) return;
+  for (int64_t i = 0; i < count; i++) {
+    gates[i] = gates[i] > limit ? limit : gates[i];
+    ups[i] = ups[i] > limit ? limit : ups[i] < -limit ? -limit : ups[i];
+  }
+}
+
 struct FloatOperator : ort::Operator {
   static constexpr Operand results[] = {FLOAT};
   const Kernels& k;

@@ -40,7 +40,8 @@ struct Product : FloatOperator {
   }
 };
 
-// silu(x @ gates) * (x @ ups), or with gelu: x [.., K], a packed weight of N outputs, gates first
+// silu(x @ gates) * (x @ ups), or with gelu; both are clamped if there is a limit: x [.., K], a
+// packed weight of N outputs, gates first
 // -> [.., N / 2]; with an optional norm of x.
 struct GatedProduct : FloatOperator {
   static constexpr const char* name = "GatedProduct";
@@ -49,6 +50,7 @@ struct GatedProduct : FloatOperator {
   int64_t outputs = from.integer("N");
   float epsilon = from.value_or("epsilon", 0.0f);
   decltype(k.gated) gated = from.value_or<int64_t>("gelu", 0) ? k.gated_gelu : k.gated;
+  float limit = from.value_or("limit", 0.0f);
 
   void compute(Call& call) const {
     Tensor x = call.input(0);
@@ -74,7 +76,10 @@ struct GatedProduct : FloatOperator {
                for (int64_t i = 0; i < some; i++) out[i] = ups[i];
                w.multiply(k, 0, panel, columns, some, in, gates);
                w.multiply(k, 0, inner / PANEL + panel, columns, some, in, out);
-               for (int64_t i = 0; i < some; i++) gated(gates[i], ups[i], columns);
+               for (int64_t i = 0; i < some; i++) {
+                 clamp_gates(gates[i], ups[i], columns, limit);
+                 gated(gates[i], ups[i], columns);
+               }
              });
   }
 };

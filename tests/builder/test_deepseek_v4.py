@@ -1,0 +1,213 @@
+"""DeepSeek-V4: the trunk against transformers', the MTP module against the plain model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
+from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import CheckpointError, UsageError
+from tests.reference.eager import EagerPrograms
+from tests.support.deepseek_v4 import save
+from tests.support.opened import load_model
+from tests.support.requests import build, build_request
+
+NEXTN, CHUNK = 3, 23
+SPELLINGS: list[dict[str, Any]] = [
+    {"heavy": 16},
+    {"heavy": 16, "yarn": False},
+    {"heavy": 128, "native": True},
+    {"heavy": 128, "native": True, "yarn": False},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def load_plain(folder: Path) -> Any:
+    """Return the plain model of a checkpoint, whose tensors fit the family's table."""
+    config, checkpoint = load_config(folder), open_checkpoint(folder)
+    checkpoint.check(config)
+    plain = find_family_of(config).reference(config)
+    values = {name: checkpoint.read(name) for name in plain.state_dict()}
+    plain.load_state_dict(values)
+    return plain.eval()
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@torch.no_grad()
+def test_the_plain_model_is_transformers(spelling: dict[str, Any], tmp_path: Path) -> None:
+    trunk = save(tmp_path, **spelling)
+    plain, tokens = load_plain(tmp_path), torch.randint(0, 60, (2, 150))
+    wanted = trunk(tokens).logits.log_softmax(-1)
+    logprobs = plain.logits(plain.main(tokens)).log_softmax(-1)
+    torch.testing.assert_close(logprobs, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS[1:3])
+@torch.no_grad()
+def test_chunks_are_the_plain_model(spelling: dict[str, Any], tmp_path: Path) -> None:
+    """Of any sizes, with rows that close within a chunk, at its end, and over many chunks."""
+    save(tmp_path, **spelling)
+    plain, model = load_plain(tmp_path), load_model(tmp_path, load_config(tmp_path))
+    plan = Plan(model.config, 0, None, 1, 400, 64)
+    programs, rng = EagerPrograms(plan, model), np.random.default_rng(0)
+    tokens, state, start = torch.randint(0, 60, (1, 300)), programs.tensors, 0
+    wanted = plain.logits(plain.main(tokens)).log_softmax(-1)
+    while start < 300:
+        chunk = tokens[:, start : start + int(rng.integers(1, 64))]
+        rows = model.rope(torch.tensor([start]), chunk.shape[1])
+        hidden, updates = model(chunk, state, rows)
+        state = state | updates.after(torch.tensor([chunk.shape[1]]))
+        end = start + chunk.shape[1]
+        logprobs = model.logits(hidden).log_softmax(-1)
+        torch.testing.assert_close(logprobs, wanted[:, start:end], atol=2e-4, rtol=1e-3)
+        start = end
+
+
+@torch.no_grad()
+def draft(plain: Any, tokens: list[int]) -> list[Tensor]:
+    """Return the logits [V] of each draft after tokens, from scratch."""
+    known = torch.tensor([tokens])
+    following, hidden = known[:, 1:], plain.main(known[:, :-1])
+    logits = list[Tensor]()
+    for _ in range(NEXTN):
+        y = plain.mtp(1, following, hidden)[:, -1:]
+        logits.append(plain.draft_logits(1, y)[0, 0])
+        following = torch.cat([following, logits[-1].argmax()[None, None]], 1)
+        hidden = torch.cat([hidden, y], 1)
+    return logits
+
+
+@torch.no_grad()
+def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        logits = plain.logits(plain.main(torch.tensor([tokens])))
+        tokens = [*tokens, int(logits[0, -1].argmax())]
+    return tokens[-count:]
+
+
+def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
+    """Check every step's tokens and drafts, with each number of accepted drafts.
+
+    Rows of 4 tokens close at every place of a window, whose drafts are rejected at every place.
+    """
+    plan, rng = Plan(model.config, NEXTN, "mtp-eagle", 1, 200, CHUNK), np.random.default_rng(0)
+    for length in (2, 13, 45):
+        programs = EagerPrograms(plan, model)
+        tokens = rng.integers(0, 60, length).tolist()
+        for start in range(0, length - 1, CHUNK):
+            end = min(start + CHUNK, length - 1)
+            programs.prefill(0, start, np.array(tokens[start : end + 1]))
+        programs.begin(0, length - 1, tokens[-1])
+        truth = continue_plainly(plain, tokens, steps * (NEXTN + 1))
+        for step in range(steps):
+            right = step % (NEXTN + 1) if step else 0
+            window = programs.state["window"][0]
+            window[1:] = truth[:NEXTN]
+            if right < NEXTN:
+                window[1 + right] = (window[1 + right] + 1) % 60
+            programs.state["num_drafts"][0] = NEXTN if step else 0
+            out = programs.step(np.array([True]), plan.capacity)
+            n = right + 1
+            assert out.num_tokens[0] == n
+            assert out.tokens[0, :n].tolist() == truth[:n]
+            tokens, truth = tokens + truth[:n], truth[n:]
+            wanted = [int(logits.argmax()) for logits in draft(plain, tokens)]
+            assert programs.state["window"][0, 1:].tolist() == wanted, "drafts differ"
+
+
+def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
+    save(tmp_path)
+    check_drafts(load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path))
+
+
+def join_one_late(model: Any) -> None:
+    module = model.module(0)
+    combine = module.combine_inputs
+    module.combine_inputs = lambda embedding, hidden, rows: combine(
+        embedding, hidden.roll(1, 1), rows
+    )
+
+
+def leave_comb_as_it_is(model: Any) -> None:
+    """Mix the streams by comb's columns in place of its rows."""
+    for mixer in (mixer for layer in model.layers for mixer in (layer.attn_hc, layer.ffn_hc)):
+        weigh = mixer.forward
+
+        def swapped(x: Tensor, weigh: Any = weigh) -> tuple[Tensor, Tensor, Tensor]:
+            y, post, comb = weigh(x)
+            return y, post, comb.mT
+
+        mixer.forward = swapped
+
+
+def see_open_rows(model: Any) -> None:
+    for layer in model.layers:
+        layer.self_attn.ratio -= layer.self_attn.ratio == 4  # rows seem complete too early
+
+
+@pytest.mark.parametrize("fault", [join_one_late, leave_comb_as_it_is, see_open_rows])
+def test_planted_faults_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
+    save(tmp_path)
+    model = load_model(tmp_path, load_config(tmp_path))
+    fault(model)
+    with pytest.raises(AssertionError):
+        check_drafts(model, load_plain(tmp_path))
+
+
+@torch.no_grad()
+def test_engines_continue_as_transformers(tmp_path: Path) -> None:
+    """Prompts of 1 to 600 tokens, with and without drafts, from cached prefixes, in a batch."""
+    trunk, out = save(tmp_path / "model", heavy=128, native=True), tmp_path / "engines"
+    flags = {"max_seq_len": 700, "prefill_chunk": 64, "max_batch": 2}
+    request = build_request(tmp_path / "model", (0, NEXTN), out=out, **flags)
+    prompts = [torch.randint(0, 60, (n,)).tolist() for n in (1, 5, 127, 128, 260, 600)]
+    prompts.append(prompts[-1][:300] + prompts[0])
+    settings = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=0)
+    for built in build(request):
+        with Engine.load(built.folder, threads=1) as engine:
+            for prompt, answer in zip(prompts, engine.generate(prompts, settings), strict=True):
+                tokens = torch.tensor([prompt + list(answer.token_ids)])
+                logprobs = trunk(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                assert logprobs.argmax(-1).tolist() == list(answer.token_ids)
+                told = torch.tensor([token.logprob for token in answer.logprobs or ()])
+                torch.testing.assert_close(told, logprobs.amax(-1), atol=1e-4, rtol=1e-4)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"compress_ratios": [0, 4, 3, 4]}, "compress_ratios: 3 tokens in a row"),
+    ({"compress_ratios": [0, 0, 0, 0]}, "an engine needs a layer with compressed rows"),
+    ({"compress_ratios": [0, 4]}, "compress_ratios must be a list of 4 numbers or more"),
+    ({"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 must be even"),
+    ({"o_groups": 3}, "num_attention_heads 4 must be a multiple of o_groups 3"),
+    ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+    ({"rope_scaling": [1]}, "must be an object"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), WRONG)
+def test_configurations_that_are_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    save(tmp_path, heavy=128, native=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=why):
+        DeepseekV4Config.parse(raw | changes)
+
+
+def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    wrong: list[dict[str, Any]] = [{"cache_dtype": "int8"}, {"tp": 2}]
+    for flags in wrong:
+        with pytest.raises(UsageError):
+            build(build_request(tmp_path, (0,), out=tmp_path / "engines", **flags))

@@ -1,0 +1,99 @@
+"""Random checkpoints of DeepSeek-V4 by transformers' class, with an MTP module beside the trunk."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+KINDS = ["sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse", "sliding"]
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 24, "moe_intermediate_size": 12, "num_attention_heads": 4,
+    "head_dim": 16, "q_lora_rank": 12, "num_experts_per_tok": 2, "n_routed_experts": 6,
+    "sliding_window": 8, "o_groups": 2, "o_lora_rank": 6, "index_n_heads": 16, "index_head_dim": 10,
+    "index_topk": 3, "partial_rotary_factor": 0.5, "max_position_embeddings": 1024,
+    "initializer_range": 0.35, "swiglu_limit": 0.7, "num_hidden_layers": len(KINDS),
+    "layer_types": [f"{kind}_attention" for kind in KINDS],
+    "mlp_layer_types": ["hash_moe", *["moe"] * (len(KINDS) - 1)], "pad_token_id": 0,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+# The names that DeepSeek gives, where transformers' files have others.
+NATIVE = (
+    (r"^model\.layers\.", "layers."), (r"^model\.norm\.", "norm."),
+    (r"^model\.embed_tokens\.", "embed."), (r"^model\.hc_head\.hc_", "hc_head_"),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
+)  # fmt: skip
+
+
+def make_model(heavy: int, *, yarn: bool, seed: int = 0) -> DeepseekV4ForCausalLM:
+    """Make a model whose last layer is to be the MTP module's; heavy: tokens of the larger rows."""
+    torch.manual_seed(seed)
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": heavy}
+    rope = {"rope_parameters": dict(YARN)} if yarn else {}
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**SIZES, compress_rates=rates, **rope)).eval()
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if "norm" in name:
+                value.copy_(1 + 0.3 * torch.randn(value.shape))
+            elif name.endswith("tid2eid"):
+                value.copy_(torch.stack([torch.randperm(6)[:2] for _ in value]))
+            elif name.endswith(("sinks", "base", "position_bias", "scale", "correction_bias")):
+                value.copy_(0.5 * torch.randn(value.shape))
+            elif name.endswith("fn"):
+                value.mul_(0.3)
+    return model
+
+
+def save(folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = False) -> Any:
+    """Write trunk and module; return transformers' trunk. native: in DeepSeek's own spelling."""
+    whole, last = make_model(heavy, yarn=yarn), len(KINDS) - 1
+    whole.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{last}."
+    trunk = {name: value for name, value in tensors.items() if not name.startswith(layer)}
+    module = {
+        f"mtp.0.{name.removeprefix(layer)}": value
+        for name, value in tensors.items()
+        if name.startswith(layer)
+    }
+    save_file(trunk | module | make_joints(), folder / "model.safetensors", {"format": "pt"})
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {key: raw[key][:last] for key in ("layer_types", "mlp_layer_types")}
+    raw |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(raw))
+    loaded = DeepseekV4ForCausalLM.from_pretrained(folder).eval()
+    if native:
+        spell_natively(folder, raw, heavy, yarn=yarn)
+    return loaded
+
+
+def make_joints() -> dict[str, Tensor]:
+    """Draw what the module has beside its layer, under DeepSeek's names."""
+    E, N = SIZES["hidden_size"], 4
+    joints = {
+        f"mtp.0.{name}.weight": 1 + 0.3 * torch.randn(E) for name in ("enorm", "hnorm", "norm")
+    }
+    joints |= {f"mtp.0.{name}_proj.weight": 0.3 * torch.randn(E, E) for name in "eh"}
+    heads = {"fn": 0.1 * torch.randn(N, N * E), "base": torch.randn(N), "scale": torch.randn(1)}
+    return joints | {f"mtp.0.hc_head_{name}": value for name, value in heads.items()}
+
+
+def spell_natively(folder: Path, raw: dict[str, Any], heavy: int, *, yarn: bool) -> None:
+    """Rewrite configuration and names as DeepSeek's repositories have them."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {}
+    for name, value in tensors.items():
+        for pattern, theirs in NATIVE:
+            name = re.sub(pattern, theirs, name)
+        renamed[name] = value
+    save_file(renamed, folder / "model.safetensors")
+    for key in ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor"):
+        del raw[key]
+    raw |= {"compress_ratios": [0, 4, heavy, 4, 0], "num_hash_layers": 1, "qk_rope_head_dim": 8}
+    raw |= {"rope_scaling": {"type": "yarn", **YARN} if yarn else None}
+    del raw["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(raw))
