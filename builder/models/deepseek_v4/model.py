@@ -243,7 +243,7 @@ class Compressor(nn.Module):
         return [*rows[..., : sum(self.widths)].split(self.widths, dim=-1)]
 
 
-class Indexer(nn.Module):
+class RowIndexer(nn.Module):
     """The choice of compressed rows."""
 
     def __init__(self, c: DeepseekV4Config) -> None:
@@ -282,7 +282,7 @@ class StreamAttention(nn.Module):
         self.kv_norm = RMSNorm(D, c.rms_norm_eps)
         self.sinks = parameter(H)
         self.compressor = Compressor(c, layer) if self.ratio else None
-        self.indexer = Indexer(c) if c.chooses(layer) else None
+        self.indexer = RowIndexer(c) if c.chooses(layer) else None
         for g in range(c.o_groups):
             self.register_parameter(f"o_a_{g}", parameter(H * D // c.o_groups, c.o_lora_rank))
         self.o_b_proj = parameter(c.o_groups * c.o_lora_rank, E)
