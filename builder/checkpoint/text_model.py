@@ -1,7 +1,7 @@
 """Find a text model's tensors in checkpoints with a vision tower, or with stacked weights."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 WRAPPED = "model.language_model."  # a text model beside a vision tower
 OUTSIDE = "language_model."  # the same, as MLX has it
@@ -19,7 +19,7 @@ MLX_STACK = re.compile(
 # DeepSeek's own names of V4's weights, and those of transformers, which are ours.
 NATIVE = re.compile(
     r"(?:model\.)?((?:layers|mtp)\.\d+\.(?:attn|ffn|hc_\w+|norm|[eh]_proj|[eh]norm)\b.*"
-    r"|(?:layers|mtp)\.\d+\.(?:attn|ffn)_norm\..*|hc_head\w*.*|norm\.weight|embed\.weight|head\.weight)"
+    r"|(?:layers|mtp)\.\d+\.(?:attn|ffn)_norm\..*|hc_head\w*.*|embed\.weight|head\.weight)"
 )
 RENAMED = (
     (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
@@ -50,6 +50,12 @@ def find_text_name(name: str) -> str | None:
     name = name.removeprefix(OUTSIDE)
     name = f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
     return name.removeprefix("model.") if name.startswith(f"model.{MODULES}") else name
+
+
+def name_last_norm(names: Collection[str]) -> str | None:
+    """Return our name of `norm.weight`, which is the trunk's norm in V4's files alone."""
+    native = {"norm.weight", "model.hc_head.hc_fn"} <= {*names}
+    return "model.norm.weight" if native else None
 
 
 def rename_native(name: str) -> str:

@@ -15,6 +15,7 @@ class Attends(StrEnum):
 
     LATENT = "latent attention"
     CHOSEN = "attention to chosen rows (DSA)"
+    COMPRESSED = "attention to compressed rows"
     GROUPED = "grouped-query attention"
 
 

@@ -97,6 +97,8 @@ class Plan:
         """
         rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
         step = find_family_of(self.config).row_step(self.config)
+        if step > 1:  # torch.export takes a size that is always 1 for one that never varies
+            rows = max(rows, 4 * step)
         step = math.lcm(step, ALIGNED_ROWS if self.style.whole_caches else 1)
         return -(-rows // step) * step
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_quantisation
 from mtpbuild.builder.checkpoint.shards import find_shards
-from mtpbuild.builder.checkpoint.text_model import find_text_name, unstack
+from mtpbuild.builder.checkpoint.text_model import find_text_name, name_last_norm, unstack
 from mtpbuild.builder.formats import name_own
 from mtpbuild.builder.gguf.container import find_own_path
 from mtpbuild.builder.gguf.mapped import GgufWeight
@@ -52,6 +52,8 @@ def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Chec
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
         tensors |= listed
+    if norm := name_last_norm(tensors):
+        tensors[norm] = tensors.pop("norm.weight")
     tower = sum(find_text_name(name) is None for name in files)
     return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
 

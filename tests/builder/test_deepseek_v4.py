@@ -17,11 +17,12 @@ from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
-from tests.support.deepseek_v4 import save
+from tests.support.deepseek_v4 import BLOCKS, save, store_experts_in_fp4
 from tests.support.opened import load_model
 from tests.support.requests import build, build_request
 
 NEXTN, CHUNK = 3, 23
+FULL = pytest.mark.full
 SPELLINGS: list[dict[str, Any]] = [
     {"heavy": 16},
     {"heavy": 16, "yarn": False},
@@ -158,7 +159,10 @@ def see_open_rows(model: Any) -> None:
         layer.self_attn.ratio -= layer.self_attn.ratio == 4  # rows seem complete too early
 
 
-@pytest.mark.parametrize("fault", [join_one_late, leave_comb_as_it_is, see_open_rows])
+FAULTS = join_one_late, leave_comb_as_it_is
+
+
+@pytest.mark.parametrize("fault", [see_open_rows, *(pytest.param(f, marks=FULL) for f in FAULTS)])
 def test_planted_faults_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
     save(tmp_path)
     model = load_model(tmp_path, load_config(tmp_path))
@@ -167,12 +171,13 @@ def test_planted_faults_are_seen(fault: Callable[[Any], None], tmp_path: Path) -
         check_drafts(model, load_plain(tmp_path))
 
 
+@pytest.mark.parametrize("nextn", [NEXTN, pytest.param(0, marks=FULL)])
 @torch.no_grad()
-def test_engines_continue_as_transformers(tmp_path: Path) -> None:
+def test_engines_continue_as_transformers(nextn: int, tmp_path: Path) -> None:
     """Prompts of 1 to 600 tokens, with and without drafts, from cached prefixes, in a batch."""
     trunk, out = save(tmp_path / "model", heavy=128, native=True), tmp_path / "engines"
     flags = {"max_seq_len": 700, "prefill_chunk": 64, "max_batch": 2}
-    request = build_request(tmp_path / "model", (0, NEXTN), out=out, **flags)
+    request = build_request(tmp_path / "model", (nextn,), out=out, **flags)
     prompts = [torch.randint(0, 60, (n,)).tolist() for n in (1, 5, 127, 128, 260, 600)]
     prompts.append(prompts[-1][:300] + prompts[0])
     settings = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=0)
@@ -184,6 +189,26 @@ def test_engines_continue_as_transformers(tmp_path: Path) -> None:
                 assert logprobs.argmax(-1).tolist() == list(answer.token_ids)
                 told = torch.tensor([token.logprob for token in answer.logprobs or ()])
                 torch.testing.assert_close(told, logprobs.amax(-1), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_experts_stay_in_fp4(tmp_path: Path) -> None:
+    """Published experts are held as they are; the kernels round what they multiply to int8."""
+    save(tmp_path / "model", heavy=128, native=True, **BLOCKS)
+    store_experts_in_fp4(tmp_path / "model")
+    plain = load_plain(tmp_path / "model")  # it has the codes' numbers
+    request = build_request(tmp_path / "model", (0,), out=tmp_path / "engines", max_seq_len=256)
+    settings = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True, logprobs=0)
+    (built,) = build(request)
+    with Engine.load(built.folder, threads=1) as engine:
+        assert engine.manifest.build.weights == "mxfp4"
+        for prompt in ([7], torch.randint(0, 60, (140,)).tolist()):
+            answer = engine.generate(prompt, settings)
+            tokens = torch.tensor([prompt + list(answer.token_ids)])
+            logits = plain.logits(plain.main(tokens))[0, len(prompt) - 1 : -1]
+            wanted = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+            told = torch.tensor([token.logprob for token in answer.logprobs or ()])
+            assert (told - wanted).abs().mean() < 0.05
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -207,7 +232,9 @@ def test_configurations_that_are_refused(changes: dict[str, Any], why: str, tmp_
 
 def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
-    wrong: list[dict[str, Any]] = [{"cache_dtype": "int8"}, {"tp": 2}]
+    wrong: list[dict[str, Any]] = [
+        {"cache_dtype": "int8"}, {"tp": 2}, {"target": "inductor", "device": "cuda"},
+    ]  # fmt: skip
     for flags in wrong:
         with pytest.raises(UsageError):
             build(build_request(tmp_path, (0,), out=tmp_path / "engines", **flags))

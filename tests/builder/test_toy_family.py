@@ -90,6 +90,7 @@ def test_the_registry(folder: Path) -> None:
         "Glm4MoeLiteForCausalLM (glm4_moe_lite), "
         "DeepseekV32ForCausalLM (deepseek_v32), "
         "GlmMoeDsaForCausalLM (glm_moe_dsa), "
+        "DeepseekV4ForCausalLM (deepseek_v4), "
         "Glm4MoeForCausalLM (glm4_moe), "
     )
     output = re.escape(f"Other; supported: {known}") + r".*ToyForCausalLM \(toy\)"

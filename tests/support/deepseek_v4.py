@@ -29,12 +29,14 @@ NATIVE = (
 )  # fmt: skip
 
 
-def make_model(heavy: int, *, yarn: bool, seed: int = 0) -> DeepseekV4ForCausalLM:
+def make_model(heavy: int, *, yarn: bool, seed: int = 0, **sizes: Any) -> DeepseekV4ForCausalLM:
     """Make a model whose last layer is to be the MTP module's; heavy: tokens of the larger rows."""
     torch.manual_seed(seed)
     rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": heavy}
     rope = {"rope_parameters": dict(YARN)} if yarn else {}
-    model = DeepseekV4ForCausalLM(DeepseekV4Config(**SIZES, compress_rates=rates, **rope)).eval()
+    model = DeepseekV4ForCausalLM(
+        DeepseekV4Config(**SIZES | sizes, compress_rates=rates, **rope)
+    ).eval()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             if "norm" in name:
@@ -48,9 +50,11 @@ def make_model(heavy: int, *, yarn: bool, seed: int = 0) -> DeepseekV4ForCausalL
     return model
 
 
-def save(folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = False) -> Any:
+def save(
+    folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = False, **sizes: Any
+) -> Any:
     """Write trunk and module; return transformers' trunk. native: in DeepSeek's own spelling."""
-    whole, last = make_model(heavy, yarn=yarn), len(KINDS) - 1
+    whole, last = make_model(heavy, yarn=yarn, **sizes), len(KINDS) - 1
     whole.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     layer = f"model.layers.{last}."
@@ -60,7 +64,11 @@ def save(folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = Fal
         for name, value in tensors.items()
         if name.startswith(layer)
     }
-    save_file(trunk | module | make_joints(), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        trunk | module | make_joints(whole.config.hidden_size),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     raw = json.loads((folder / "config.json").read_text())
     raw |= {key: raw[key][:last] for key in ("layer_types", "mlp_layer_types")}
     raw |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
@@ -71,9 +79,36 @@ def save(folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = Fal
     return loaded
 
 
-def make_joints() -> dict[str, Tensor]:
-    """Draw what the module has beside its layer, under DeepSeek's names."""
-    E, N = SIZES["hidden_size"], 4
+# Sizes whose experts have whole blocks of FP4.
+BLOCKS: dict[str, Any] = {
+    "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "q_lora_rank": 32,
+    "o_lora_rank": 32, "index_head_dim": 32, "initializer_range": 0.1,
+}  # fmt: skip
+MAGNITUDES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # of FP4's codes
+
+
+def store_experts_in_fp4(folder: Path) -> None:
+    """Rewrite routed experts as DeepSeek publishes them: two codes in a byte, and powers of two."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".ffn.experts." in name]:
+        blocks = tensors[name].unflatten(1, (-1, 32))
+        powers = (blocks.abs().amax(-1) / 6).log2().ceil()
+        numbers = blocks / 2 ** powers[..., None]
+        codes = (numbers.abs()[..., None] - MAGNITUDES).abs().argmin(-1) + 8 * (numbers < 0)
+        codes = codes.flatten(1).to(torch.uint8)
+        tensors[name] = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+        scale = (powers + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+        tensors[name.replace(".weight", ".scale")] = scale
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    quantisation = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    raw |= {"quantization_config": quantisation | {"weight_block_size": [128, 128]}}
+    (folder / "config.json").write_text(json.dumps(raw | {"expert_dtype": "fp4"}))
+
+
+def make_joints(E: int) -> dict[str, Tensor]:
+    """Draw what the module has beside its layer, under DeepSeek's names; E: the hidden size."""
+    N = 4
     joints = {
         f"mtp.0.{name}.weight": 1 + 0.3 * torch.randn(E) for name in ("enorm", "hnorm", "norm")
     }

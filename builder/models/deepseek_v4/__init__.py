@@ -2,6 +2,7 @@
 
 import re
 
+from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.deepseek_v4 import config
 from mtpbuild.builder.models.family import Family, import_lazily
@@ -21,6 +22,7 @@ FAMILY = Family(
     split_sizes=config.split_sizes,
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV4"),
+    attention=Attends.COMPRESSED,
     quantisable=re.compile(
         r"self_attn\.[qko]\w*_proj|self_attn\.compressor\.indexer\.q_b_proj|mlp\..*_proj"
         r"|[eh]_proj"

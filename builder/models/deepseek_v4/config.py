@@ -63,8 +63,10 @@ class DeepseekV4Config(MoEConfig):
     ratios: tuple[int, ...] = field(metadata={"read": lambda read, key: read_kinds(read)[0]})
     choosing: tuple[bool, ...] = field(metadata={"read": lambda read, key: read_kinds(read)[1]})
     hashed: tuple[bool, ...] = field(metadata={"read": lambda read, key: read_hashed(read)})
-    rope: RopeConfig = field(metadata={"read": lambda read, key: read_rope(read, "main")})
-    row_rope: RopeConfig = field(metadata={"read": lambda read, key: read_rope(read, "compress")})
+    rope: RopeConfig = field(metadata={"read": lambda read, key: read_one_rope(read, "main")})
+    row_rope: RopeConfig = field(
+        metadata={"read": lambda read, key: read_one_rope(read, "compress")}
+    )
     moe_layers: tuple[bool, ...] = fixed(())
     mtp: ModuleInputs = fixed(ModuleInputs(trunk_normed=False, recycles_normed=False))
 
@@ -181,7 +183,7 @@ def read_hashed(read: Reader) -> tuple[bool, ...]:
     return tuple(kind == HASHED for kind in kinds)
 
 
-def read_rope(read: Reader, kind: str) -> RopeConfig:
+def read_one_rope(read: Reader, kind: str) -> RopeConfig:
     """Read the rotary embedding of layers without compressed rows (main) or with (compress).
 
     YaRN, which the latter have, does not scale their cosines here.

@@ -133,7 +133,7 @@ class Mixer(nn.Module):
         self.base, self.scale = parameter(N * (N + 2)), parameter(3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the branch's input [B, T, E] of x [B, T, N, E], and what `join` takes."""
+        """Return the branch's input [B, T, E] of x [B, T, N, E], and what `join_branch` takes."""
         N, eps = self.streams, self.eps
         flat = x.flatten(2)
         weights = norm_plainly(flat, self.norm_eps) @ self.fn
@@ -147,7 +147,7 @@ class Mixer(nn.Module):
         return ((pre.sigmoid() + eps)[..., None] * x).sum(2), 2 * post.sigmoid(), comb
 
 
-def join(x: Tensor, branch: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def join_branch(x: Tensor, branch: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Mix the streams x [B, T, N, E], and add a branch's result [B, T, E] to each."""
     return post[..., None] * branch[..., None, :] + comb.mT @ x
 
@@ -418,7 +418,7 @@ class StreamLayer(nn.Module):
         before = cast(read_ring(new["kv"], self.place_before(rows)), y.dtype)
         near = torch.cat([before, fresh], dim=1)
         y = self.self_attn.attend(y, latent, rows, near, rows.first, new.get(COMPRESSED))
-        return self.finish(join(x, y, post, comb), tokens), new
+        return self.finish(join_branch(x, y, post, comb), tokens), new
 
     def fill(self, x: Tensor, old: State, rows: StreamPositions) -> State:
         """Write only the caches."""
@@ -437,7 +437,7 @@ class StreamLayer(nn.Module):
 
     def finish(self, x: Tensor, tokens: Tensor) -> Tensor:
         y, post, comb = self.ffn_hc(x)
-        return join(x, self.mlp(self.post_attention_layernorm(y), tokens), post, comb)
+        return join_branch(x, self.mlp(self.post_attention_layernorm(y), tokens), post, comb)
 
 
 class StreamModule(DraftLayer):
@@ -514,7 +514,7 @@ class StreamModule(DraftLayer):
         near = torch.cat([cast(before, fresh.dtype), fresh], dim=1)
         y = self.layer.self_attn.attend(*inputs, rows, near, first, None)
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)  # none is hashed
-        return self.layer.finish(join(x, y, *weights), tokens)
+        return self.layer.finish(join_branch(x, y, *weights), tokens)
 
     def compute_next_hidden(self, x: Tensor) -> Tensor:
         return x.flatten(2)
