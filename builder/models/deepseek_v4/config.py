@@ -72,11 +72,12 @@ class DeepseekV4Config(MoEConfig):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Self:
-        values = {**raw}
-        factor = values.get("partial_rotary_factor")
-        if values.get("qk_rope_head_dim") is None and isinstance(factor, int | float):
-            values["qk_rope_head_dim"] = int(values.get("head_dim", 512) * factor)
-        return cls.read(Reader(values, cls.usual))
+        read = Reader(raw, cls.usual)
+        if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
+            share = min(read.number("partial_rotary_factor", 1.0, above=0), 2.0)  # 1 at most is fit
+            size = int(read.integer("head_dim", 1, 512) * share)
+            read = Reader({**raw, "qk_rope_head_dim": size}, cls.usual)
+        return cls.read(read)
 
     def check(self) -> None:
         super().check()
@@ -84,6 +85,11 @@ class DeepseekV4Config(MoEConfig):
             raise CheckpointError(
                 f"qk_rope_head_dim {self.qk_rope_head_dim} must be even and within a head's "
                 f"{self.head_dim} numbers"
+            )
+        if any(self.choosing) and self.index_head_dim < self.qk_rope_head_dim:
+            raise CheckpointError(
+                f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}, of which its rotary part is"
             )
         if self.num_attention_heads % self.o_groups:
             raise CheckpointError(
