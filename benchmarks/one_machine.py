@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from one.compressed import Compressed
 from one.contexts import Contexts
 from one.machine import machine_of, measure_machine
 from one.prompts import Prompts
@@ -73,6 +74,7 @@ SECTIONS: dict[str, Section] = {
     "hybrid-9b": hybrid(HYBRIDS[2], 2),
     "windowed": windowed(WINDOWED[0], 8, dense=True),
     "windowed-moe": windowed(WINDOWED[1], 12, dense=False),
+    "v4": Compressed(),
 }
 WIDTH = 150  # least columns of the output
 

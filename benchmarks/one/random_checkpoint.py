@@ -21,11 +21,12 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.compiler.quantize import quantization_config
 from mtpbuild.builder.formats import Entry, Format
 from mtpbuild.builder.formats.format import SIZES
-from mtpbuild.builder.models import ModelConfig
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, StoredTensor, Weight
 from mtpbuild.builder.weights.placed import split_into_shards, write_shards
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.table import list_weights
+from mtpbuild.runtime.ranks import ALONE
 from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
@@ -72,7 +73,8 @@ def sources(config: ModelConfig) -> Iterator[StoredTensor]:
 def stored(source: StoredTensor, format: Format | None) -> dict[str, Entry]:
     if format is not None:
         return format.parts(source.shape)
-    return {"": Entry("F32" if source.name.endswith("bias") else "BF16", source.shape)}
+    dtype = "I64" if source.has_ids else "F32" if source.name.endswith("bias") else "BF16"
+    return {"": Entry(dtype, source.shape)}
 
 
 def tensors(
@@ -81,12 +83,16 @@ def tensors(
     """Yield every tensor of the checkpoint, some rows at a time."""
     table = list_weights(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
+    experts = find_family_of(config).costs(config, ALONE).experts
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))
     for name, source in found.items():
         tied = config.tie_word_embeddings  # then the embedding is also the head
         deviation = 1.0 if name in looked_up and not tied else source.shape[-1] ** -0.5
         format = formats[name]
+        if source.has_ids:  # such as those of a token's experts, which differ from each other
+            yield name, torch.arange(prod(source.shape)).reshape(source.shape) % max(experts, 1)
+            continue
         if format is None:
             yield from ((name, piece) for piece in plain(source, deviation, neutral(table, name)))
             continue

@@ -5,7 +5,7 @@ Weights are random: only a model's shape and the format of its weights matter he
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mtpbuild.builder.models import ModelConfig, find_family
@@ -23,7 +23,8 @@ GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cp
 class Shape:
     """A model to write: its config.json, and the format of its products.
 
-    head: config.json of the head that is published apart, if it has one.
+    head: config.json of the head that is published apart, if it has one. int8: globs of modules
+    that are int8 whatever the others are.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Shape:
     weights: str  # a key of GGUF
     whole: bool  # no layer was left out
     head: Mapping[str, Any] | None = None
+    int8: tuple[str, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -46,18 +48,27 @@ class Shape:
         """Return the scheme of `mtpbuild quantize --to int4 --head int8`; fp32 engines use bf16."""
         if self.weights == "fp32":
             return SCHEMES[UNQUANTISED]
-        return make_scheme(self.weights, None, None, "int8")
+        return replace(make_scheme(self.weights, None, None, "int8"), int8_modules=self.int8)
 
     @property
     def gguf(self) -> str:
         return GGUF[self.weights]
 
 
-def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
-    """Return a recipe's shape with at most its first `layers` layers."""
+def published(
+    recipe: str,
+    layers: int | None,
+    weights: str = "int4",
+    changes: Mapping[str, Any] | None = None,
+    int8: tuple[str, ...] = (),
+) -> Shape:
+    """Return a recipe's shape with at most its first `layers` layers.
+
+    changes: values in place of its configuration's. int8: as in `Shape`.
+    """
     raw = read_recipe(recipe, "config.json")
     assert raw is not None
-    raw = unwrap(raw)
+    raw = unwrap(raw) | dict(changes or {})
     every = raw["num_hidden_layers"]
     count = every if layers is None else min(layers, every)
     cut: dict[str, Any] = {"num_hidden_layers": count}
@@ -65,7 +76,8 @@ def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
         cut["layer_types"] = raw["layer_types"][:count]
         if "sliding_attention" in cut["layer_types"]:
             cut["layer_types"][-1] = "full_attention"  # as the family reads it
-    return Shape(recipe, raw | cut, weights, count == every, read_recipe(recipe, "head.json"))
+    head = read_recipe(recipe, "head.json")
+    return Shape(recipe, raw | cut, weights, count == every and not changes, head, int8)
 
 
 def read_recipe(recipe: str, name: str) -> dict[str, Any] | None:
