@@ -23,6 +23,7 @@ from typing import Any
 
 from one.compressed import Compressed
 from one.contexts import Contexts
+from one.larger import Larger
 from one.machine import machine_of, measure_machine
 from one.prompts import Prompts
 from one.published import Published
@@ -75,7 +76,9 @@ SECTIONS: dict[str, Section] = {
     "windowed": windowed(WINDOWED[0], 8, dense=True),
     "windowed-moe": windowed(WINDOWED[1], 12, dense=False),
     "v4": Compressed(),
+    "larger-than-memory": Larger(),
 }
+ROOTS = ("larger-than-memory",)  # sections that need root
 WIDTH = 150  # least columns of the output
 
 
@@ -152,7 +155,8 @@ def failures(figures: dict[str, Any]) -> list[str]:
 def arguments_of() -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    usual = ",".join(name for name in SECTIONS if name not in ROOTS)
+    parser.add_argument("--only", default=usual, help="sections, with commas")
     parser.add_argument("--layers", type=int, help="most layers of a model's trunk; default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24, help="steps of each request")

@@ -12,6 +12,7 @@ from script import convert, run_command
 from one.cost import Counted, count
 from one.random_checkpoint import write_checkpoint, write_head
 from one.shapes import Shape
+from one.sides import list_files
 
 QUARTER = 4  # a reduced draft vocabulary has a quarter of the tokens
 
@@ -99,7 +100,7 @@ class Workshop:
         self.most = max(self.most, on_disk(self.folder))
 
 
-def on_disk(folder: Path) -> int:
-    """Sum the bytes of a folder's files; a file with several names counts once."""
-    files = (path.stat() for path in folder.rglob("*") if path.is_file())
+def on_disk(path: Path) -> int:
+    """Sum the bytes of a file or of a folder's files; a file with several names counts once."""
+    files = (each.stat() for each in list_files(path))
     return sum({stat.st_ino: stat.st_size for stat in files}.values())

@@ -5,6 +5,7 @@ are read once before it starts, so that the page cache is warm.
 """
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,8 @@ class Side:
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
     the MTP module of its file, or `head`, a file. caches: llama.cpp's type of keys and values,
-    "f16" or "q8_0"; with the latter it uses its flash attention.
+    "f16" or "q8_0"; with the latter it uses its flash attention. group: the control group that the
+    process joins; its files then begin outside memory.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Side:
     drafts: int = 0
     head: Path | None = None
     caches: str = "f16"
+    group: Path | None = None
 
     @property
     def script(self) -> str:
@@ -54,11 +57,17 @@ class Side:
     def run(self, threads: int) -> Answers:
         """Return answers by name; "first" has the seconds from start to first token."""
         for path in (self.path, *([self.head] if self.head else [])):
-            warm(path)
+            if self.group is None:
+                warm(path)
+            else:
+                drop(path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts, "caches": self.caches}
         job |= {"head": None if self.head is None else str(self.head)}
         command = [str(self.python), self.script, json.dumps(job)]
+        if self.group is not None:
+            join = f'echo $$ > {self.group}/cgroup.procs; exec "$@"'
+            command = ["sh", "-c", join, "sh", *command]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}
         try:
@@ -80,14 +89,16 @@ def decode(
     filled: bool = True,
     rates: Sequence[float] | None = None,
     window: int = 1,
+    drawn: bool = False,
 ) -> dict[str, Any]:
     """Return an ask for side.py's `decode`; rates are for our side, a window for theirs.
 
     rates: how often the first draft, the first two and so on are accepted. None: the greedy
-    program, where the model judges the drafts.
+    program, where the model judges the drafts. drawn: our tokens are drawn at temperature 1, as
+    theirs are random.
     """
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
-    return ask | {"filled": filled, "rates": rates, "window": window}
+    return ask | {"filled": filled, "rates": rates, "window": window, "drawn": drawn}
 
 
 def prompt(length: int, times: int = 2) -> dict[str, Any]:
@@ -96,11 +107,23 @@ def prompt(length: int, times: int = 2) -> dict[str, Any]:
 
 def warm(path: Path) -> None:
     """Read every byte of a file or folder, so that it is in the page cache."""
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    for each in files:
+    for each in list_files(path):
         with each.open("rb", buffering=0) as file:
             while file.read(CHUNK):
                 pass
+
+
+def drop(path: Path) -> None:
+    """Drop a file or folder from the page cache."""
+    for each in list_files(path):
+        with each.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def list_files(path: Path) -> list[Path]:
+    """List the file, or all files in a folder."""
+    return [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
 
 
 def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
@@ -136,6 +159,14 @@ class Measured:
         return self._median(
             side, ask, lambda answer: sum(answer["emitted"][WARM:]) / sum(answer["steps"][WARM:])
         )
+
+    def read(self, side: str, ask: str) -> float | None:
+        """Return the bytes that a step reads from the disk."""
+        return self._median(side, ask, lambda answer: statistics.mean(answer["read"][WARM:]))
+
+    def mean_step(self, side: str, ask: str) -> float | None:
+        """Return the mean seconds of a step, whose reads differ from step to step."""
+        return self._median(side, ask, lambda answer: statistics.mean(answer["steps"][WARM:]))
 
     def prompt(self, side: str, ask: str) -> float | None:
         """Return the seconds to the first token after a prompt."""

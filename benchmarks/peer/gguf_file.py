@@ -124,8 +124,15 @@ def stored_shape(shape: Shape, kind: str) -> Shape:
     return (*shape[:-1], count * BLOCKS[kind])
 
 
-def draw_values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
-    """Draw a tensor in its stored form: norms are 1, biases 0, everything else is random."""
+def draw_values(
+    name: str, shape: Shape, kind: str, rng: np.random.Generator, biases: list[float] | None
+) -> Array:
+    """Draw a tensor in its stored form: norms are 1, biases 0, everything else is random.
+
+    biases: those of every router, if they are not 0.
+    """
+    if biases and name.endswith("exp_probs_b.bias"):
+        return np.array(biases, np.float32)
     if len(shape) == 1:
         value = -1.0 if name.endswith("ssm_a") else 0.0 if name.endswith("bias") else 1.0
         return np.full(shape, value, np.float32)
@@ -152,7 +159,8 @@ def write_random(
     size = c.get("text_config", c)["vocab_size"]
     texts = partial(write_made_up_texts, size=size) if served else None
     modules = count_modules(c) if served else 0
-    return write_file(c, out, wanted, partial(draw_values, rng=rng), modules, texts, trunk)
+    values = partial(draw_values, rng=rng, biases=c.get("random_router_bias"))
+    return write_file(c, out, wanted, values, modules, texts, trunk)
 
 
 def write_checkpoint(

@@ -5,10 +5,12 @@ random, because the choice of tokens does not affect the time.
 """
 
 import time
+from itertools import pairwise
 
 import llama_cpp  # noqa: F401  (imported before the clock starts)
 from llama_cpp_model import Context, Model
 from side import Answer, Ask, serve, tokens
+from worker import count_read_bytes
 
 SEED_ROWS = 16  # tokens of the prompt whose rows fill a cache
 
@@ -39,11 +41,13 @@ class Llama:
                 self.context.fill(sequence, start)
         else:
             self.context.prompt(tokens(start, self.vocabulary))
-        seconds = []
+        seconds, read = [], [count_read_bytes()]
         for i in range(steps):
             at = start if window > 1 else start + i
             seconds.append(self.step(tokens(batch * window, self.vocabulary, i), at, window))
-        return {"steps": seconds, "tokens": steps * batch * window}
+            read.append(count_read_bytes())
+        read = [later - before for before, later in pairwise(read)]
+        return {"steps": seconds, "read": read, "tokens": steps * batch * window}
 
     def step(self, new: list[int], at: int, window: int) -> float:
         """Return a step's seconds; with several tokens, they are verified and then dropped."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from side import Answer, Ask, serve, tokens
+from worker import count_read_bytes
 
 import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (imported before the clock starts)
 from mtpbuild.runtime import Engine, SamplingParams
@@ -35,6 +36,7 @@ class Watched:
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
         self.emitted: list[int] = []
+        self.read: list[int] = []
 
     def prefill(self, slot: int, start: int, tokens: Any) -> None:
         if self.filled is None:
@@ -45,6 +47,7 @@ class Watched:
         if int(active.sum()) == self.batch:
             self.ends.append(time.perf_counter())
             self.emitted.append(int(output.num_tokens.sum()))
+            self.read.append(count_read_bytes())
             if self.empty:
                 self._fill()
         return output
@@ -87,15 +90,19 @@ class Ours:
         if ask["filled"]:
             self.loop._chunk = self.loop._chunk_beside = context
         accepting = {} if rates is None else synthetic(rates)
+        if ask.get("drawn"):
+            accepting |= {"temperature": 1.0}
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
         results = self.engine.generate(prompts, params)
         self.loop._chunk = self.loop._chunk_beside = chunk
         ids = [token for result in results for token in result.token_ids]
         steps, emitted = np.diff(self.watched.ends).tolist(), self.watched.emitted[1:]
+        read = np.diff(self.watched.read).tolist()
         self.watched.begin_watch(1, None)
         distinct = len(set(ids)) / len(ids)
-        return {"steps": steps, "emitted": emitted, "tokens": len(ids), "distinct": distinct}
+        counts = {"tokens": len(ids), "distinct": distinct}
+        return {"steps": steps, "emitted": emitted, "read": read, **counts}
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def resident(kind: str = "VmRSS") -> int | None:
     return next(sizes, None)
 
 
+def count_read_bytes() -> int:
+    """Return the bytes that this process has read from disks, on Linux; else 0."""
+    counts = Path("/proc/self/io")
+    rows = counts.read_text(encoding="utf-8").splitlines() if counts.exists() else []
+    return next((int(row.split()[1]) for row in rows if row.startswith("read_bytes:")), 0)
+
+
 def line(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
