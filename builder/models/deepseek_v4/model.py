@@ -33,8 +33,7 @@ from mtpbuild.builder.models.deepseek_v4.rows import (
     read_rows,
 )
 from mtpbuild.builder.models.deepseek_v4.streams import Mixer, StreamHead, Streams
-from mtpbuild.plugins import kv_write, take_rows
-from mtpbuild.plugins.grouped_rows.op import write_ring
+from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -115,10 +114,10 @@ class StreamLayer(nn.Module):
 
     def write(self, y: Tensor, old: State, rows: StreamPositions) -> tuple[State, Tensor, Tensor]:
         """Return the caches after y [B, T, E], the queries' latent, and the fresh rows."""
-        latent, fresh = self.self_attn.project(y, rows)
-        rounded = cast(fresh, old["kv"].dtype)
-        new = {"kv": write_ring(old["kv"], rounded[:, None], rows.ring)}
-        return new | self.self_attn.compress(y, old, rows), latent, cast(rounded, fresh.dtype)
+        latent, fresh, cache = self.self_attn.write(y, old["kv"], rows, rows.ring, ring=True)
+        compressor = self.self_attn.compressor
+        more = compressor.write(y, old, rows) if compressor else {}
+        return {"kv": cache} | more, latent, fresh[:, 0]
 
     def place_before(self, rows: StreamPositions) -> Tensor:
         """Return the positions [B, W - 1] before the base that a window sees."""
@@ -172,18 +171,14 @@ class StreamModule(DraftLayer):
         assert isinstance(rows, StreamPositions)
         _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
         latent, row = self.layer.self_attn.project(y, rows)
-        side = row if side is None else torch.cat([side, row], dim=1)
+        side = row[:, 0] if side is None else torch.cat([side, row[:, 0]], dim=1)
         return self.run(x, y, weights, latent, rows, cache, side, rows.first), side
 
     def write(self, x: Tensor, cache: Tensor, rows: StreamPositions) -> tuple[Tensor, ...]:
-        """Return the layer's input of x [B, T, N E], its result's weights, the queries' latent,
-        the cache and the fresh rows.
-        """
+        """Return the attention's input, its result's weights, latent, cache and fresh rows."""
         _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
-        latent, fresh = self.layer.self_attn.project(y, rows)
-        rounded = cast(fresh, cache.dtype)
-        cache = kv_write(cache, rounded[:, None], rows.start)
-        return y, weights, latent, cache, cast(rounded, fresh.dtype)
+        latent, fresh, cache = self.layer.self_attn.write(y, cache, rows, rows.start, ring=False)
+        return y, weights, latent, cache, fresh[:, 0]
 
     def run(
         self,

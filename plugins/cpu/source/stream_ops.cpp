@@ -81,7 +81,7 @@ struct MixStreams : FloatOperator {
     std::optional<Joint> joint;
     float* joined = nullptr;
     if (branch.memory) {
-      joint.emplace(name, x, branch, call.input(6));
+      joint.emplace(name, x, branch, call.input(6, true));
       REQUIRE(joint->size == size, name, branch.text() + ", norm " + norm.text());
       all = joined = call.output(x.shape, 2);
     }
