@@ -46,7 +46,7 @@ def compressed_rows_write(
     numbers = numbers - over  # the last row that the cache can hold stands for those after it
     at = (ahead - over).clamp(min=0)[..., None].expand(-1, -1, cos.shape[2])
     kinds = [norm] if key_norm is None else [norm, key_norm]
-    made = make_rows(opened, numbers, bias, kinds, (cos.gather(1, at), sin.gather(1, at)), eps)
+    made = compress_rows(opened, numbers, bias, kinds, (cos.gather(1, at), sin.gather(1, at)), eps)
     width = compressed.shape[3]
     made = F.pad(made, (0, group * width - made.shape[2])).unflatten(2, (group, width))
     places = numbers[..., None] * r + torch.arange(r - group, r, device=a.device)
@@ -58,7 +58,7 @@ def compressed_rows_write(
     return compressed.index_put((slots, torch.zeros_like(places), places), made), opened
 
 
-def make_rows(
+def compress_rows(
     opened: Tensor,
     numbers: Tensor,
     bias: Tensor,

@@ -17,13 +17,13 @@ NODE = Node(
 )
 
 
-def empty_rows(a: Tensor, q_norm: Tensor, kv_norm: Tensor) -> tuple[Tensor, Tensor]:
+def empty_stream_rows(a: Tensor, q_norm: Tensor, kv_norm: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty tensors like the results of stream_rows."""
     (B, T, _), Q, D = a.shape, q_norm.shape[0], kv_norm.shape[0]
     return a.new_empty(B, T, Q), a.new_empty(B, 1, T, D)
 
 
-@define(empty_rows, NODE)
+@define(empty_stream_rows, NODE)
 def stream_rows(
     a: Tensor, q_norm: Tensor, kv_norm: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,10 @@ def stream_rows(
 
 
 @define(
-    lambda a, q_norm, kv_norm, cache: (*empty_rows(a, q_norm, kv_norm), torch.empty_like(cache)),
+    lambda a, q_norm, kv_norm, cache: (
+        *empty_stream_rows(a, q_norm, kv_norm),
+        torch.empty_like(cache),
+    ),
     NODE,
 )
 def stream_rows_write(

@@ -144,9 +144,9 @@ def test_rows_that_are_normed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     sections = [D - 2 * half, 2 * half]
     q, fresh = check_rows("LatentRows", given, sections, definition, monkeypatch, **how)
     a, q_norm, kv_norm, cos, sin = given.values()
-    latents, rows = (x.reshape(-1, x.shape[-1]) for x in np.split(a, [Q], axis=-1))
+    latents, last = (x.reshape(-1, x.shape[-1]) for x in np.split(a, [Q], axis=-1))
     np.testing.assert_array_equal(q, exact.norm(latents, q_norm, 1e-6).reshape(B, T, Q))
-    rows = exact.norm(rows, kv_norm, 1e-6).reshape(B, T, D)
+    rows = exact.norm(last, kv_norm, 1e-6).reshape(B, T, D)
     rows[..., -2 * half :] = turn_pairs(rows[..., -2 * half :], cos, sin, interleaved=True)
     np.testing.assert_array_equal(fresh[:, 0], rows)
     cache, start = draw(5, cache=(B, 1, S, D))["cache"], np.array([-1, S - 2])

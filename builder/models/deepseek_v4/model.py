@@ -160,10 +160,11 @@ class StreamModule(DraftLayer):
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(rows, StreamPositions)
         y, weights, latent, cache, fresh = self.write(x, cache, rows)
-        cos, sin, *parts = (
+        cos, sin, x, y, weights, latent = (
             take_rows(part, at, 1) for part in (rows.cos, rows.sin, x, y, weights, latent)
         )
-        return self.run(*parts, replace(rows, cos=cos, sin=sin), cache, fresh, at), cache
+        last = replace(rows, cos=cos, sin=sin)
+        return self.run(x, y, weights, latent, last, cache, fresh, at), cache
 
     def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Positions
