@@ -14,7 +14,7 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 FILE = "libmtpbuild_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 # The layout of packed weights (docs/cpu-kernels.md), and the version of the operators, which grows
 # when an operator is added or its operands change. A manifest has the LAYOUT of its build.
-LAYOUT = "panels32.12"
+LAYOUT = "panels32.13"
 ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instruction sets with their own kernels
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # selects one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of the library's operators

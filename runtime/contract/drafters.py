@@ -71,7 +71,7 @@ def _make_vanilla_states(plan: Any) -> tuple["StateSpec", ...]:
     B, K = plan.max_batch, plan.nextn
     return (
         step_spec("past_tokens", "int64", (B, K)),
-        step_spec("past_hidden", plan.dtype, (B, K, plan.config.hidden_size)),
+        step_spec("past_hidden", plan.dtype, (B, K, plan.config.step_width)),
     )
 
 

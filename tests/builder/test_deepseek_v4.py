@@ -147,9 +147,10 @@ def leave_comb_as_it_is(model: Any) -> None:
     for mixer in (mixer for layer in model.layers for mixer in (layer.attn_hc, layer.ffn_hc)):
         weigh = mixer.forward
 
-        def swapped(x: Tensor, weigh: Any = weigh) -> tuple[Tensor, Tensor, Tensor]:
-            y, post, comb = weigh(x)
-            return y, post, comb.mT
+        def swapped(*operands: Any, weigh: Any = weigh) -> tuple[Tensor, Tensor, Tensor]:
+            x, y, weights = weigh(*operands)
+            comb = weights[..., 4:].unflatten(-1, (4, 4)).mT.flatten(-2)
+            return x, y, torch.cat([weights[..., :4], comb], -1)
 
         mixer.forward = swapped
 

@@ -196,7 +196,7 @@ def test_rows_that_an_indexer_reads(tmp_path: Path) -> None:
 
 def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
-    with pytest.raises(EngineError, match=r"are panels32.12, .* panels64; build it again, or upgr"):
+    with pytest.raises(EngineError, match=r"are panels32.13, .* panels64; build it again, or upgr"):
         Engine.load(engines[0], prefix_cache=False)
     monkeypatch.undo()
     monkeypatch.setattr(cpu_library, "FILE", "nothing.so")

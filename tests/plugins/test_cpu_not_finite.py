@@ -203,6 +203,30 @@ def calls() -> dict[str, Op]:
             (F, F),
         ),
         Op(
+            "MixStreams",
+            {"x": floats(B, T, 4 * 20), "fn": floats(4 * 20, 24), "base": floats(24)}
+            | {"scale": floats(3), "norm": floats(20), "branch": floats(B, T, 20)}
+            | {"weights": floats(B, T, 20)},
+            {"x": token, "branch": token, "weights": token},
+            {"iterations": 2, "eps": 1e-6, "epsilon": 1e-6},
+            (F, F, F),
+            saturates=("fn", "base", "scale"),
+        ),
+        Op(
+            "CompressedRows",
+            {
+                "a": floats(B, T, 24),
+                "compressed": floats(B, 1, 12, 3),
+                "opened": floats(B, 1, 12, 24),
+            }
+            | {"start": np.full(B, 3), "bias": floats(3, 12), "norm": floats(4), "keys": floats(2)}
+            | {"cos": floats(B, 1, 1), "sin": floats(B, 1, 1)},
+            dict.fromkeys(("a", "compressed", "opened", "cos", "sin"), slot),
+            {"group": 2, "epsilon": 1e-6},
+            (F, F),
+            saturates=("bias",),
+        ),
+        Op(
             "IndexKeys",
             {"x": x, "weight": floats(K), "bias": floats(K), "cos": halves[0], "sin": halves[1]},
             token_rows,

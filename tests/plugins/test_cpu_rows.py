@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mtpbuild.builder.plan.plan import count_int8_width
 from mtpbuild.plugins import grouped_rows_write, mla_rows_write
 from mtpbuild.plugins.int8_rows import read_rows, round_rows
+from mtpbuild.plugins.stream_rows.op import stream_rows_write
 from mtpbuild.runtime.programs.slots import finite
 from tests.support import exact
 from tests.support.cpu_kernels import check_refused, run, same_everywhere
@@ -130,6 +131,30 @@ def test_latent_rows(
     latents = exact.norm(latents.reshape(-1, latent), kv_norm, 1e-6).reshape(B, T, latent)
     rows = np.concatenate([latents, turn_pairs(keys, cos, sin, interleaved)], axis=-1)
     np.testing.assert_array_equal(fresh, rows[:, None])
+
+
+def test_rows_that_are_normed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    Q, D, half = 40, 72, 6
+    given = draw(7, a=(B, T, Q + D), q_norm=(Q,), kv_norm=(D,), cos=(B, T, half), sin=(B, T, half))
+    how = {"epsilon": 1e-6, "interleaved": 1, "whole": 1}
+
+    def definition(*operands: Any) -> Any:
+        return stream_rows_write(*operands, 1e-6, ring=False)
+
+    sections = [D - 2 * half, 2 * half]
+    q, fresh = check_rows("LatentRows", given, sections, definition, monkeypatch, **how)
+    a, q_norm, kv_norm, cos, sin = given.values()
+    latents, last = (x.reshape(-1, x.shape[-1]) for x in np.split(a, [Q], axis=-1))
+    np.testing.assert_array_equal(q, exact.norm(latents, q_norm, 1e-6).reshape(B, T, Q))
+    rows = exact.norm(last, kv_norm, 1e-6).reshape(B, T, D)
+    rows[..., -2 * half :] = turn_pairs(rows[..., -2 * half :], cos, sin, interleaved=True)
+    np.testing.assert_array_equal(fresh[:, 0], rows)
+    cache, start = draw(5, cache=(B, 1, S, D))["cache"], np.array([-1, S - 2])
+    ring = run("LatentRows", given | {"cache": cache, "start": start}, FLOATS, 1, **how, ring=1)
+    cache[1, 0, [S - 2, S - 1, 0]] = rows[1]  # an idle slot's rows stay
+    np.testing.assert_array_equal(ring[2], cache)
+    wide = draw(0, cos=(B, T, 37), sin=(B, T, 37))
+    check_refused("", "LatentRows", given | wide, FLOATS[:2], **how)
 
 
 def grouped(T: int, H: int, G: int, D: int, half: int, others: int) -> Given:

@@ -8,19 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.layers import RMSNorm, State
-from mtpbuild.builder.models.common.precision import cast, parameter
+from mtpbuild.builder.models.common.layers import RMSNorm
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.models.deepseek_v4.rows import (
-    COMPRESSED,
-    OPEN,
     Angles,
     Compressor,
     StreamPositions,
-    rotate_end,
 )
 from mtpbuild.builder.models.deepseek_v4.streams import norm_plainly
-from mtpbuild.plugins.grouped_rows.op import write_ring
+from mtpbuild.plugins.stream_rows.op import rotate_end, stream_rows, stream_rows_write
 
 
 class RowIndexer(nn.Module):
@@ -71,21 +68,19 @@ class StreamAttention(nn.Module):
         return rows.far if self.ratio else (rows.cos, rows.sin)
 
     def project(self, x: Tensor, rows: StreamPositions) -> tuple[Tensor, Tensor]:
-        """Return the queries' latent and the fresh rows [B, T, D] of x [B, T, E]."""
-        c = self.config
-        latent, row = (x @ self.qkv_a_proj).split([c.q_lora_rank, c.head_dim], dim=-1)
-        return self.q_a_norm(latent), rotate_end(self.kv_norm(row), *self.angles(rows))
+        """Return the queries' latent and the fresh rows [B, 1, T, D] of x [B, T, E]."""
+        return stream_rows(*self.list_operands(x, rows), self.config.rms_norm_eps)
 
-    def compress(self, x: Tensor, old: State, rows: StreamPositions) -> State:
-        """Return the caches of compressed rows and of projections after x [B, T, E]."""
-        if self.compressor is None:
-            return {}
-        projected = cast(x @ self.compressor.proj, old[OPEN].dtype)
-        opened = write_ring(old[OPEN], projected[:, None], rows.ring)
-        numbers = self.compressor.place_rows(rows, x.shape[1], old[COMPRESSED].shape[2])
-        made = self.compressor.make_rows(opened, numbers, rows)
-        compressed = self.compressor.write(old[COMPRESSED], made, numbers, rows)
-        return {COMPRESSED: compressed, OPEN: opened}
+    def write(
+        self, x: Tensor, cache: Tensor, rows: StreamPositions, start: Tensor, *, ring: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do `project`, and write the rows into a cache at start [B]; return it, too."""
+        operands = self.list_operands(x, rows)
+        return stream_rows_write(*operands, cache, start, self.config.rms_norm_eps, ring)
+
+    def list_operands(self, x: Tensor, rows: StreamPositions) -> tuple[Tensor, ...]:
+        norms = self.q_a_norm.weight, self.kv_norm.weight
+        return x @ self.qkv_a_proj, *norms, *self.angles(rows)
 
     def attend(
         self,

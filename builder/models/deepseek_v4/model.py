@@ -32,9 +32,8 @@ from mtpbuild.builder.models.deepseek_v4.rows import (
     read_ring,
     read_rows,
 )
-from mtpbuild.builder.models.deepseek_v4.streams import Mixer, StreamHead, join_branch
-from mtpbuild.plugins import kv_write, take_rows
-from mtpbuild.plugins.grouped_rows.op import write_ring
+from mtpbuild.builder.models.deepseek_v4.streams import Mixer, StreamHead, Streams
+from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -99,35 +98,34 @@ class StreamLayer(nn.Module):
         self.mlp = ClampedExperts(c, layer)
 
     def forward(
-        self, x: Tensor, tokens: Tensor, old: State, rows: StreamPositions
-    ) -> tuple[Tensor, State]:
-        """Compute x [B, T, N, E]; old: the layer's caches, of which new ones are returned."""
-        y, post, comb = self.attn_hc(x)
-        y = self.input_layernorm(y)
+        self, streams: Streams, tokens: Tensor, old: State, rows: StreamPositions
+    ) -> tuple[Streams, State]:
+        """Compute the streams after the layer; old: its caches, of which new ones are returned."""
+        x, y, weights = self.attn_hc(streams, self.input_layernorm)
         new, latent, fresh = self.write(y, old, rows)
         before = cast(read_ring(new["kv"], self.place_before(rows)), y.dtype)
         near = torch.cat([before, fresh], dim=1)
         y = self.self_attn.attend(y, latent, rows, near, rows.first, new.get(COMPRESSED))
-        return self.finish(join_branch(x, y, post, comb), tokens), new
+        return self.finish(Streams(x, (y, weights)), tokens), new
 
-    def fill(self, x: Tensor, old: State, rows: StreamPositions) -> State:
+    def fill(self, streams: Streams, old: State, rows: StreamPositions) -> State:
         """Write only the caches."""
-        return self.write(self.input_layernorm(self.attn_hc(x)[0]), old, rows)[0]
+        return self.write(self.attn_hc(streams, self.input_layernorm)[1], old, rows)[0]
 
     def write(self, y: Tensor, old: State, rows: StreamPositions) -> tuple[State, Tensor, Tensor]:
         """Return the caches after y [B, T, E], the queries' latent, and the fresh rows."""
-        latent, fresh = self.self_attn.project(y, rows)
-        rounded = cast(fresh, old["kv"].dtype)
-        new = {"kv": write_ring(old["kv"], rounded[:, None], rows.ring)}
-        return new | self.self_attn.compress(y, old, rows), latent, cast(rounded, fresh.dtype)
+        latent, fresh, cache = self.self_attn.write(y, old["kv"], rows, rows.ring, ring=True)
+        compressor = self.self_attn.compressor
+        more = compressor.write(y, old, rows) if compressor else {}
+        return {"kv": cache} | more, latent, fresh[:, 0]
 
     def place_before(self, rows: StreamPositions) -> Tensor:
         """Return the positions [B, W - 1] before the base that a window sees."""
         return rows.base[:, None] + torch.arange(1 - self.window, 0, device=rows.base.device)
 
-    def finish(self, x: Tensor, tokens: Tensor) -> Tensor:
-        y, post, comb = self.ffn_hc(x)
-        return join_branch(x, self.mlp(self.post_attention_layernorm(y), tokens), post, comb)
+    def finish(self, streams: Streams, tokens: Tensor) -> Streams:
+        x, y, weights = self.ffn_hc(streams, self.post_attention_layernorm)
+        return Streams(x, (self.mlp(y, tokens), weights))
 
 
 class StreamModule(DraftLayer):
@@ -146,71 +144,67 @@ class StreamModule(DraftLayer):
 
     def combine_inputs(self, embedding: Tensor, hidden: Tensor, rows: Positions) -> Tensor:
         streams = self.hnorm(hidden.unflatten(-1, (self.streams, -1))) @ self.h_proj
-        return streams + (self.enorm(embedding) @ self.e_proj)[..., None, :]
+        return (streams + (self.enorm(embedding) @ self.e_proj)[..., None, :]).flatten(2)
 
     def forward(self, x: Tensor, cache: Tensor, rows: Positions) -> tuple[Tensor, Tensor]:
         assert isinstance(rows, StreamPositions)
-        y, post, comb = self.layer.attn_hc(x)
-        latent, cache, fresh = self.write(y, cache, rows)
-        return self.run(x, (y, latent), (post, comb), rows, cache, fresh, rows.first), cache
+        y, weights, latent, cache, fresh = self.write(x, cache, rows)
+        return self.run(x, y, weights, latent, rows, cache, fresh, rows.first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Positions) -> Tensor:
         assert isinstance(rows, StreamPositions)
-        return self.write(self.layer.attn_hc(x)[0], cache, rows)[1]
+        return self.write(x, cache, rows)[3]
 
     def forward_last(
         self, x: Tensor, cache: Tensor, rows: Positions, at: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(rows, StreamPositions)
-        y, post, comb = self.layer.attn_hc(x)
-        latent, cache, fresh = self.write(y, cache, rows)
-        cos, sin, x, y, latent, post, comb = (
-            take_rows(part.flatten(2), at, 1).unflatten(2, part.shape[2:])
-            for part in (rows.cos, rows.sin, x, y, latent, post, comb)
+        y, weights, latent, cache, fresh = self.write(x, cache, rows)
+        cos, sin, x, y, weights, latent = (
+            take_rows(part, at, 1) for part in (rows.cos, rows.sin, x, y, weights, latent)
         )
         last = replace(rows, cos=cos, sin=sin)
-        return self.run(x, (y, latent), (post, comb), last, cache, fresh, at), cache
+        return self.run(x, y, weights, latent, last, cache, fresh, at), cache
 
     def forward_uncached(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Positions
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(rows, StreamPositions)
-        y, post, comb = self.layer.attn_hc(x)
-        latent, row = self.layer.self_attn.project(self.layer.input_layernorm(y), rows)
-        side = row if side is None else torch.cat([side, row], dim=1)
-        return self.run(x, (y, latent), (post, comb), rows, cache, side, rows.first), side
+        _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
+        latent, row = self.layer.self_attn.project(y, rows)
+        side = row[:, 0] if side is None else torch.cat([side, row[:, 0]], dim=1)
+        return self.run(x, y, weights, latent, rows, cache, side, rows.first), side
 
-    def write(
-        self, y: Tensor, cache: Tensor, rows: StreamPositions
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries' latent, the cache and the fresh rows of y [B, T, E]."""
-        latent, fresh = self.layer.self_attn.project(self.layer.input_layernorm(y), rows)
-        rounded = cast(fresh, cache.dtype)
-        cache = kv_write(cache, rounded[:, None], rows.start)
-        return latent, cache, cast(rounded, fresh.dtype)
+    def write(self, x: Tensor, cache: Tensor, rows: StreamPositions) -> tuple[Tensor, ...]:
+        """Return the attention's input, its result's weights, latent, cache and fresh rows."""
+        _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
+        latent, fresh, cache = self.layer.self_attn.write(y, cache, rows, rows.start, ring=False)
+        return y, weights, latent, cache, fresh[:, 0]
 
     def run(
         self,
         x: Tensor,
-        inputs: tuple[Tensor, Tensor],
-        weights: tuple[Tensor, Tensor],
+        y: Tensor,
+        weights: Tensor,
+        latent: Tensor,
         rows: StreamPositions,
         cache: Tensor,
         fresh: Tensor,
         first: Tensor,
     ) -> Tensor:
-        """Return the streams after the layer, from its input, its latent and its weights."""
+        """Return the streams after the layer, from what `write` returned."""
         before = read_rows(cache, self.layer.place_before(rows).clamp(min=0))
         near = torch.cat([cast(before, fresh.dtype), fresh], dim=1)
-        y = self.layer.self_attn.attend(*inputs, rows, near, first, None)
+        y = self.layer.self_attn.attend(y, latent, rows, near, first, None)
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)  # none is hashed
-        return self.layer.finish(join_branch(x, y, *weights), tokens)
+        return self.layer.finish(Streams(x, (y, weights)), tokens).join()
 
     def compute_next_hidden(self, x: Tensor) -> Tensor:
-        return x.flatten(2)
+        return x
 
     def compute_head_input(self, hidden: Tensor) -> Tensor:
-        return self.norm(self.hc_head(hidden))
+        head: Tensor = self.hc_head(hidden, self.norm)
+        return head
 
 
 class DeepseekV4(CausalLM):
@@ -226,28 +220,27 @@ class DeepseekV4(CausalLM):
         self.hc_head = StreamHead(c)
 
     def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
-        x, updates = self.run(tokens, state, rows, len(self.layers))
-        return x.flatten(2), updates
+        streams, updates = self.run(tokens, state, rows, len(self.layers))
+        return streams.join(), updates
 
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         last = len(self.layers) - 1
-        x, updates = self.run(tokens, state, rows, last)
+        streams, updates = self.run(tokens, state, rows, last)
         layer: Any = self.layers[last]
-        updates.written.update(
-            name_states(layer.fill(x, self.read_states(last, state), rows), last)
-        )
+        new = layer.fill(streams, self.read_states(last, state), rows)
+        updates.written.update(name_states(new, last))
         return updates
 
     def run(
         self, tokens: Tensor, state: State, rows: Positions, count: int
-    ) -> tuple[Tensor, StateUpdates]:
+    ) -> tuple[Streams, StateUpdates]:
         """Run the first `count` layers on tokens [B, T]."""
-        x = self.embed(tokens)[..., None, :].expand(-1, -1, self.config.hc_mult, -1)
+        streams = Streams(torch.cat(self.config.hc_mult * [self.embed(tokens)], dim=-1))
         updates = StateUpdates()
         for i in range(count):
-            x, new = self.layers[i](x, tokens, self.read_states(i, state), rows)
+            streams, new = self.layers[i](streams, tokens, self.read_states(i, state), rows)
             updates.written.update(name_states(new, i))
-        return x, updates
+        return streams, updates
 
     def read_states(self, layer: int, state: State) -> State:
         """Return a layer's caches under its own names."""
@@ -259,7 +252,7 @@ class DeepseekV4(CausalLM):
         return state[name_layer_state(COMPRESSED, layer)].shape[2]
 
     def logits(self, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
-        return self.head(self.norm(self.hc_head(hidden)), self.lm_head, gather)
+        return self.head(self.hc_head(hidden, self.norm), self.lm_head, gather)
 
 
 def name_states(new: State, layer: int) -> State:

@@ -3,12 +3,20 @@
 Shapes: B slots, T tokens, E hidden size, N streams.
 """
 
-import torch
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.layers import RMSNorm
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
+from mtpbuild.plugins.mix_streams.op import (
+    join_branch,
+    mix_joined_streams,
+    mix_streams,
+    sum_streams,
+)
 
 
 def norm_plainly(x: Tensor, eps: float) -> Tensor:
@@ -17,49 +25,46 @@ def norm_plainly(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, size, x.new_ones(size), eps)
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams, which the result of the last branch has still to join."""
+
+    x: Tensor  # [B, T, N E]
+    branch: tuple[Tensor, ...] = ()  # the result [B, T, E], and its weights
+
+    def join(self) -> Tensor:
+        return join_branch(self.x, *self.branch) if self.branch else self.x
+
+
 class Mixer(nn.Module):
     """The weights by which the streams enter a branch, and by which its result joins them."""
 
     def __init__(self, c: DeepseekV4Config) -> None:
         super().__init__()
         N = c.hc_mult
-        self.streams, self.iterations, self.eps = N, c.hc_sinkhorn_iters, c.hc_eps
-        self.norm_eps = c.rms_norm_eps
+        self.sizes = c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps
         self.fn = parameter(N * c.hidden_size, N * (N + 2))
         self.base, self.scale = parameter(N * (N + 2)), parameter(3)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the branch's input [B, T, E] of x [B, T, N, E], and what `join_branch` takes."""
-        N, eps = self.streams, self.eps
-        flat = x.flatten(2)
-        weights = norm_plainly(flat, self.norm_eps) @ self.fn
-        factors = torch.cat([self.scale[i].expand(n) for i, n in enumerate((N, N, N * N))])
-        pre, post, comb = (weights * factors + self.base).split([N, N, N * N], dim=-1)
-        comb = comb.unflatten(-1, (N, N)).softmax(-1) + eps
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-        for _ in range(self.iterations - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + eps)
-        return ((pre.sigmoid() + eps)[..., None] * x).sum(2), 2 * post.sigmoid(), comb
-
-
-def join_branch(x: Tensor, branch: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Mix the streams x [B, T, N, E], and add a branch's result [B, T, E] to each."""
-    return post[..., None] * branch[..., None, :] + comb.mT @ x
+    def forward(self, streams: Streams, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the joined streams, the branch's input, and the weights of its result."""
+        operands = streams.x, self.fn, self.base, self.scale, norm.weight
+        if not streams.branch:
+            return streams.x, *mix_streams(*operands, *self.sizes)
+        y, weights, x = mix_joined_streams(*operands, *streams.branch, *self.sizes)
+        return x, y, weights
 
 
 class StreamHead(nn.Module):
-    """The sum of the streams that norm and head read."""
+    """The sum of the streams that the head reads."""
 
     def __init__(self, c: DeepseekV4Config) -> None:
         super().__init__()
         N = c.hc_mult
-        self.eps, self.norm_eps, self.streams = c.hc_eps, c.rms_norm_eps, N
+        self.sizes = c.hc_eps, c.rms_norm_eps
         self.fn = parameter(N * c.hidden_size, N)
         self.base, self.scale = parameter(N), parameter(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Sum the streams x [B, T, N E] to [B, T, E]."""
-        weights = norm_plainly(x, self.norm_eps) @ self.fn
-        pre = (weights * self.scale + self.base).sigmoid() + self.eps
-        return (pre[..., None] * x.unflatten(-1, (self.streams, -1))).sum(2)
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Sum the streams x [B, T, N E] to [B, T, E], normed."""
+        return sum_streams(x, self.fn, self.base, self.scale, norm.weight, *self.sizes)

@@ -50,7 +50,8 @@ def list_layer_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> Ite
     """Yield the weights of a layer."""
     E, N = c.hidden_size, c.hc_mult
     for mixer in ("attn_hc", "ffn_hc"):
-        yield product(f"{to}.{mixer}.fn", StoredTensor(f"{at}.{mixer}.fn", (N * (N + 2), N * E)))
+        fn = StoredTensor(f"{at}.{mixer}.fn", (N * (N + 2), N * E))
+        yield Weight(f"{to}.{mixer}.fn", (fn,), transpose)
         yield vector(f"{to}.{mixer}", f"{at}.{mixer}", "base", N * (N + 2))
         yield vector(f"{to}.{mixer}", f"{at}.{mixer}", "scale", 3)
     yield vector(to, at, "input_layernorm.weight", E)
@@ -115,11 +116,15 @@ def join_columns(*w: Tensor) -> Tensor:
     return torch.cat(w, 1)
 
 
+def transpose(w: Tensor) -> Tensor:
+    return w.T
+
+
 def list_expert_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights of a layer's router and experts."""
     E, X, inner = c.hidden_size, c.n_routed_experts, c.moe_intermediate_size
     router = StoredTensor(f"{at}.gate.weight", (X, E))
-    yield Weight(f"{to}.gate.weight", (router,), lambda w: w.T)
+    yield Weight(f"{to}.gate.weight", (router,), transpose)
     if c.is_hashed(index):
         table = StoredTensor(
             f"{at}.gate.tid2eid", (c.vocab_size, c.num_experts_per_tok), has_ids=True
@@ -142,7 +147,7 @@ def list_expert_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> It
 def list_stream_head(c: DeepseekV4Config, at: str, to: str) -> Iterator[Weight]:
     """Yield the weights by which the streams are summed; `at` ends before their names."""
     N = c.hc_mult
-    yield product(f"{to}.fn", StoredTensor(f"{at}fn", (N, N * c.hidden_size)))
+    yield Weight(f"{to}.fn", (StoredTensor(f"{at}fn", (N, N * c.hidden_size)),), transpose)
     yield Weight(f"{to}.base", (StoredTensor(f"{at}base", (N,)),))
     yield Weight(f"{to}.scale", (StoredTensor(f"{at}scale", (1,)),))
 

@@ -137,6 +137,10 @@ struct Kernels {
   void (*gated_gelu)(float* gate, const float* up, int64_t count);
   // x [count] -> x / rms(x) * weight
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* out);
+  float (*squares)(const float* x, int64_t count);  // the sum of x * x
+  // Sums rows of `count` numbers, each times its weight.
+  void (*mix)(const float* const* rows, const float* weights, int64_t terms, int64_t count,
+              float* out);
   void (*sigmoid)(const float* x, int64_t count, float* out);
   // x [count] -> cap * tanh(x / cap)
   void (*soft_cap)(const float* x, int64_t count, float cap, float* out);

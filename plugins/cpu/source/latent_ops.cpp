@@ -11,7 +11,8 @@ namespace {
 // a [B, T, Q + latent + R] -> query input [B, T, Q], normed if there is a norm [Q]; cache rows
 // [B, 1, T, latent + R]: the normed latent, then the rotated key. If there is a cache
 // [B, 1, S, latent + R], it is the third result, with these rows written from start [B] on. It is
-// updated in place if input and output are bound to the same memory.
+// updated in place if input and output are bound to the same memory. whole: the norm is of latent
+// and key; ring: as with GroupedRows.
 template <class C>
 struct LatentRows : FloatOperator {
   static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16", "LatentRowsInt8");
@@ -21,15 +22,17 @@ struct LatentRows : FloatOperator {
   using FloatOperator::FloatOperator;
   float epsilon = from.real("epsilon");
   bool interleaved = from.flag("interleaved");
+  bool whole = from.value_or<int64_t>("whole", 0), ring = from.value_or<int64_t>("ring", 0);
 
   void compute(Call& call) const {
     Tensor a = call.input(0), q_weight = call.input(1, true), weight = call.input(2);
     REQUIRE(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], rows = slots * tokens;
     Angles angles(name, call.input(3), call.input(4), slots, tokens);
-    int64_t latent = weight.shape[0], rotary = 2 * angles.half, width = latent + rotary;
+    int64_t rotary = 2 * angles.half, normed = weight.shape[0];
+    int64_t latent = whole ? normed - rotary : normed, width = latent + rotary;
     int64_t queries = a.shape[2] - width;
-    REQUIRE(queries >= 0 && (!q_weight.memory || q_weight.is({queries})), name,
+    REQUIRE(queries >= 0 && latent >= 0 && (!q_weight.memory || q_weight.is({queries})), name,
             a.text() + ", norms " + weight.text() + ", " + q_weight.text());
     float* q = call.output({slots, tokens, queries});
     float* fresh = call.output({slots, 1, tokens, width}, 1);
@@ -38,13 +41,14 @@ struct LatentRows : FloatOperator {
       if (!q_weight.memory) std::copy_n(row, queries, q + m * queries);
       if (q_weight.memory) k.norm(row, q_weight.data<float>(), queries, epsilon, q + m * queries);
       float* own = fresh + m * width;
-      k.norm(row + queries, weight.data<float>(), latent, epsilon, own);
-      angles.rotate_row(m, row + queries + latent, interleaved, own + latent);
+      k.norm(row + queries, weight.data<float>(), normed, epsilon, own);
+      const float* key = whole ? own + latent : row + queries + latent;
+      angles.rotate_row(m, key, interleaved, own + latent);
     });
     Tensor cache = call.input(5, true);
     if (cache.memory)
       write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, width},
-                    {{latent, rotary}, 1});
+                    {{latent, rotary}, 1}, ring);
   }
 };
 

@@ -57,23 +57,42 @@ void gated_gelu(float* gate, const float* up, int64_t count) {
 }
 
 // Lane i sums squares i, i + 16, ..; the speed is limited by reading the row.
-void norm(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
-  Floats squares = same(0.0f);
+float squares(const float* x, int64_t count) {
+  Floats total = same(0.0f);
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+  for (; i + LANES <= count; i += LANES) total = fma(load(x + i), load(x + i), total);
   if (i < count) {
     Floats last = load_some(x + i, count - i);
-    squares = fma(last, last, squares);
+    total = fma(last, last, total);
   }
-  float mean = tree(squares) / static_cast<float>(count);
+  return tree(total);
+}
+
+void norm(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
+  float mean = squares(x, count) / static_cast<float>(count);
   Floats factor = div(same(1.0f), same(__builtin_sqrtf(mean + epsilon)));
-  for (i = 0; i + LANES <= count; i += LANES)
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
     store(out + i, mul(mul(load(x + i), factor), load(weight + i)));
   if (i < count) {
     float lanes[LANES];
     Floats last = mul(load_some(x + i, count - i), factor);
     store(lanes, mul(last, load_some(weight + i, count - i)));
     std::memcpy(out + i, lanes, (count - i) * sizeof(float));
+  }
+}
+
+void mix(const float* const* rows, const float* weights, int64_t terms, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    int64_t some = count - i < LANES ? count - i : LANES;
+    float lanes[LANES];
+    Floats total = same(0.0f);
+    for (int64_t t = 0; t < terms; t++) {
+      const float* row = rows[t] + i;
+      total = fma(same(weights[t]), some == LANES ? load(row) : load_some(row, some), total);
+    }
+    store(some == LANES ? out + i : lanes, total);
+    if (some < LANES) std::memcpy(out + i, lanes, some * sizeof(float));
   }
 }
 

@@ -8,9 +8,7 @@
 #include "maths.h"
 #include "products.h"
 
-#define MTP_KERNELS(name)                                               \
-  {                                                                     \
-      name,  quantise,   multiply<4>, multiply<8>,     multiply_floats, \
-      gated, gated_gelu, norm,        sigmoid,         soft_cap,        \
-      weigh, best,       attend,      attend_integers, fold,            \
-      delta, convolve}
+#define MTP_KERNELS(name)                                                                 \
+  {name,   quantise,        multiply<4>, multiply<8>, multiply_floats, gated, gated_gelu, \
+   norm,   squares,         mix,         sigmoid,     soft_cap,        weigh, best,       \
+   attend, attend_integers, fold,        delta,       convolve}
