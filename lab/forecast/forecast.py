@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpbuild.builder.flags import PlanFlags
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import check_cache_rows, choose_drafter
 from mtpbuild.builder.plan.weight_classes import (
@@ -20,6 +21,7 @@ from mtpbuild.builder.plan.weight_classes import (
     find_layout,
     sum_portions,
 )
+from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.lab.forecast.machines import find_gpu
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart, count_distinct_experts
@@ -196,7 +198,8 @@ def forecast(request: ForecastRequest) -> Forecast:
     lengths = choose_acceptance_lengths(request)
     classes = count_gpu_classes(layout, request.ranks)
     formats = {weights.name: weights.format for weights in classes if not weights.module}
-    check_ranks(layout.config, request.ranks, formats, gpu.ranks)
+    if is_built_for_gpus(layout.config):
+        check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, classes, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     latency = fit_measured(request, model, load, lengths)
@@ -221,8 +224,14 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 
 def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
-    """Count the weights as the engines of the targets for GPUs hold them."""
-    return count_classes(layout, ranks, TARGET.style)
+    """Count the weights as the engines of the targets for GPUs hold them, else as stored."""
+    return count_classes(layout, ranks, TARGET.style if is_built_for_gpus(layout.config) else None)
+
+
+def is_built_for_gpus(config: ModelConfig) -> bool:
+    """Return whether a target has kernels on GPUs for the model's attention."""
+    attention = find_family_of(config).attention
+    return bool(list_target_names(lambda target: attention in target.gpu_attention))
 
 
 def resolve_request(
