@@ -21,7 +21,6 @@ from mtpbuild.builder.plan.weight_classes import (
     find_layout,
     sum_portions,
 )
-from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.tensorrt import PROGRAMS, TARGET
 from mtpbuild.lab.forecast.machines import find_gpu
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, StepPart, count_distinct_experts
@@ -198,7 +197,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     lengths = choose_acceptance_lengths(request)
     classes = count_gpu_classes(layout, request.ranks)
     formats = {weights.name: weights.format for weights in classes if not weights.module}
-    if is_built_for_gpus(layout.config):
+    if not has_one_rank(layout.config):
         check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, classes, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
@@ -224,14 +223,17 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 
 def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
-    """Count the weights as the engines of the targets for GPUs hold them, else as stored."""
-    return count_classes(layout, ranks, TARGET.style if is_built_for_gpus(layout.config) else None)
+    """Count the weights as the engines of the targets for GPUs hold them.
+
+    Those of a family without such engines, which have one rank, count as they are stored.
+    """
+    return count_classes(layout, ranks, None if has_one_rank(layout.config) else TARGET.style)
 
 
-def is_built_for_gpus(config: ModelConfig) -> bool:
-    """Return whether a target has kernels on GPUs for the model's attention."""
-    attention = find_family_of(config).attention
-    return bool(list_target_names(lambda target: attention in target.gpu_attention))
+def has_one_rank(config: ModelConfig) -> bool:
+    """Return whether ranks can't share the model's engines, whatever their number is."""
+    splits = find_family_of(config).split_sizes(config, Ranks())
+    return any(split.size == 1 for split in splits)
 
 
 def resolve_request(

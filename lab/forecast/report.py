@@ -5,13 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.builder.models import find_family_of
+from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.lab.forecast.forecast import (
     PUBLISHED_SPEED,
     RESERVED,
     Forecast,
-    is_built_for_gpus,
+    has_one_rank,
     make_load_json,
 )
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
@@ -111,7 +113,7 @@ def _print_memory(f: Forecast) -> None:
         f"memory per rank: {memory}, of it {weights} weights, {scratch} scratch, {reserved} "
         "reserved"
     )
-    if is_built_for_gpus(f.model.config):
+    if not has_one_rank(f.model.config):
         print_lines(
             f"target tensorrt holds {format_size(f.tensorrt_bytes)} of weights: experts and head "
             f"once, all others in each of its {PROGRAMS} programs"
@@ -170,12 +172,13 @@ def _print_assumptions(f: Forecast) -> None:
     if request.measured is None and not f.is_published:
         note = "assumed to hold here: another model, machine or load has others; measure two nextn "
         print_lines(f"{note}and give --measured", style="yellow")
-    if not is_built_for_gpus(f.model.config):
-        print_lines(
-            "not built yet for GPUs, as no target has kernels for this model's attention: weights "
-            "count as they are stored; ranks share experts, and have all others whole",
-            style="yellow",
-        )
+    attention = find_family_of(f.model.config).attention
+    if not list_target_names(lambda target: attention in target.gpu_attention):
+        note = "not built yet for GPUs: no target has a kernel there for this model's attention, "
+        print_lines(f"{note}so `mtpbuild build` refuses them", style="yellow")
+    if has_one_rank(f.model.config):
+        note = "weights count as they are stored; ranks share the experts, and have all others "
+        print_lines(f"{note}whole", style="yellow")
     formats = {name: None for weights in f.model.classes for name in weights.formats}
     if why := explain_capability(formats, [f.model.gpu.capability]):
         print_lines(f"target tensorrt builds no such engine: {why}; inductor does", style="yellow")
