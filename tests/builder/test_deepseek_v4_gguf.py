@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.runtime.errors import CheckpointError
 from tests.support.deepseek_v4 import BLOCKS, save
 from tests.support.deepseek_v4_gguf import write
 from tests.support.gguf_files import dequantised
@@ -91,3 +92,21 @@ def test_quantised_files(kind: str, tmp_path: Path) -> None:
         floats = name.endswith(("fn", "bias"))
         format, kept = read.format(name), KEPT[kind] if ".experts." in name else "int8"
         assert (format and format.name) == (None if floats else kept), name
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"expert_gating_func": 2}, "expert_gating_func 2 is not 4"),
+    ({"swiglu_clamp_exp": [0.5] * 5}, "layers clamp experts at 2 limits"),
+    ({"attention.compress_ratios": 4}, "attention.compress_ratios must be a list, not 4"),
+    ({"embedding_length": 128}, "blk.4.nextn.eh_proj.weight can't have shape [64, 128]"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), WRONG)
+def test_wrong_files(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tmp_path / "stored", native=True, heavy=128, **BLOCKS)
+    path = write(tmp_path / "a.gguf", tmp_path / "stored", keys=keys)
+    write(tmp_path / "mtp-a.gguf", tmp_path / "stored", head=True, keys=keys)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(find_model(str(path)).folder)
+    assert str(caught.value).endswith(message)
