@@ -46,6 +46,8 @@ def name_stored_format(settings: Mapping[str, Any], name: str) -> str:
         return name_kept_format(settings, module)
     if method == "modelopt":
         return name_algorithm(settings, module)
+    if method == "fp8" and settings.get("expert_dtype") == "fp4":
+        return "fp8-fp4"
     if method in ("fp8", "bf16", "mtpbuild"):
         return str(settings.get("fmt")) if method == "mtpbuild" else method
     quantised: Any = find_settings_of(name, settings)
@@ -81,6 +83,8 @@ def read_quantisation(folder: Path) -> Mapping[str, Any]:
     if isinstance(mlx, dict) and {"bits", "group_size"} <= mlx.keys():
         return {"quant_method": MLX, **mlx}
     settings: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
+    if settings and "expert_dtype" in config:
+        settings = {"expert_dtype": config["expert_dtype"], **settings}
     modelopt = read_object(folder / MODELOPT).get("quantization")
     if isinstance(modelopt, dict):
         settings = {"quant_method": "modelopt", **modelopt, **settings}

@@ -16,14 +16,19 @@ from mtpbuild.builder.checkpoint.config import COUNT_LIMIT, SIZE_LIMIT
 from mtpbuild.builder.gguf.header import Keys, parse_header
 from mtpbuild.runtime.errors import CheckpointError, explain_missing_package
 
+IN_LAYER = re.compile(r"blk\.\d+\.")
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 READ = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 DRAFT_IDS = "d2t"
-# Tensors of heads that have ids, not weights, and their types.
-IDS = {DRAFT_IDS: "I64", "masked_embd_ordering": "I32", "mtp_token_ordering.weight": "I32"}
+EXPERT_IDS = "ffn_gate_tid2eid.weight"  # in a layer: experts by token
+# Tensors that have ids, not weights, and their types.
+IDS = {
+    DRAFT_IDS: "I64",
+    **dict.fromkeys(("masked_embd_ordering", "mtp_token_ordering.weight", EXPERT_IDS), "I32"),
+}
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -66,6 +71,8 @@ class RawTensor:
         from gguf.quants import dequantize
 
         data = np.ascontiguousarray(blocks).reshape(len(blocks), -1)
+        if self.type == "I32":
+            return data.view("<i4").astype(np.float32)
         if self.type in ("F32", "F16"):
             data = data.view({"F32": "<f4", "F16": "<f2"}[self.type])
         return dequantize(data, GGMLQuantizationType[self.type]).astype(np.float32, copy=False)
@@ -230,7 +237,8 @@ def _read_header(path: Path, size: int, changed: int) -> tuple[Keys, Mapping[str
         if info.name in tensors:
             raise CheckpointError(f"{path}: tensor {info.name} is there twice")
         kind = kinds.get(info.type)
-        wanted = (IDS[info.name],) if info.name in IDS else READ
+        ids = IDS.get(IN_LAYER.sub("", info.name))
+        wanted = READ if ids is None else (ids,)
         if kind is None or kind.name not in wanted:
             named = f"number {info.type}" if kind is None else kind.name
             raise CheckpointError(

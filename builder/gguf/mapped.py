@@ -51,6 +51,18 @@ class Tiles:
         return np.concatenate([np.arange(start), start + tiled])
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The columns that one weight has of a tensor."""
+
+    start: int
+    width: int
+
+    def grouped(self, unit: int = 1) -> Order:
+        """Return the places of the columns, in units of so many."""
+        return np.arange(self.start // unit, (self.start + self.width) // unit)
+
+
 @dataclass(frozen=True, eq=False)
 class GgufWeight:
     """A weight as the checkpoint has it, made from one or more tensors of a file.
@@ -66,7 +78,7 @@ class GgufWeight:
     part: slice | None = None  # rows of an expert's tensor
     # The file's rows in the checkpoint's order; called after shapes were checked, as keys tell it.
     rows: Callable[[], Order] | None = None
-    columns: Tiles | None = None
+    columns: Tiles | Columns | None = None
     change: Change | None = None
     as_floats: bool = False  # whether integers are decoded, as kernels would round the inputs
     suffix: str | None = None  # of a part of our own integers; None: values, as they are

@@ -58,6 +58,8 @@ class Architecture:
     splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
     experts: str = "mlp.experts"  # in a layer
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
+    # Beginning of names of tensors outside layers that are a module's if they are in a head's file.
+    module_tops: str = ""
     merge: Callable[[GgufFile, str, LayerTensors], Iterator[GgufWeight]] = (
         lambda file, layer, tensors: iter(())
     )

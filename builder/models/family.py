@@ -69,6 +69,7 @@ class CachedRows:
     layer: int
     width: int
     window: int = 0  # how many of the newest are read; 0: all
+    tokens: int = 1  # of which a row is made, in whose places it lies
 
 
 @dataclass(frozen=True)

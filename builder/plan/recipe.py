@@ -44,7 +44,8 @@ class Recipe(BaseModel):
     engine: str  # engines/<engine>_n<nextn>
     description: str
     config: str  # folder beside the recipe, with config.json
-    layout: Literal["bf16", "fp8", "nvfp4", "nvfp4-v2", "int8", "int4"]  # how weights are stored
+    # How weights are stored.
+    layout: Literal["bf16", "fp8", "fp8-fp4", "nvfp4", "nvfp4-v2", "int8", "int4"]
     target: str = DEFAULT_TARGET  # unless --target names another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # on Hugging Face

@@ -59,7 +59,8 @@ class Scheme:
     format of the projection that joins an MTP module's inputs; only drafts depend on it.
     calibration: the text that int4 weights are calibrated with, `OWN_TEXT` or a file; None: they
     are not calibrated. bits: what the trunk's int4 weights may take on average.
-    int8_modules: globs of those that are int8 by that, which `spend_bits` chooses.
+    int8_modules: globs of those that are int8 by that, which `spend_bits` chooses. fp4_modules: of
+    those that a published checkpoint has in mxfp4.
     """
 
     main: str | None
@@ -70,6 +71,7 @@ class Scheme:
     calibration: str | None = None
     bits: float | None = None
     int8_modules: tuple[str, ...] = ()
+    fp4_modules: tuple[str, ...] = ()
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
         """Return the format for a weight of the checkpoint; callers check that its blocks fit."""
@@ -102,6 +104,7 @@ class Scheme:
                     (glob, "int8")
                     for glob in (*ALWAYS_INT8.get(format or "", ()), *self.int8_modules)
                 ),
+                *((glob, "mxfp4") for glob in self.fp4_modules),
                 ("*", format),
             )
             for role, format in roles.items()
@@ -147,6 +150,7 @@ def find_module_of(config: ModelConfig, name: str) -> str:
 SCHEMES: Mapping[str, Scheme] = {
     UNQUANTISED: Scheme(None, None),
     "fp8": Scheme("fp8", "fp8"),
+    "fp8-fp4": Scheme("fp8", "fp8", fp4_modules=("model.layers.*.mlp.experts.*",)),
     "nvfp4": Scheme("nvfp4", None),  # layer 61 stays in bf16
     "nvfp4-v2": Scheme("nvfp4", None, NVFP4_V2),
     "int8": Scheme("int8", "int8"),

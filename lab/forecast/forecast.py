@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpbuild.builder.flags import PlanFlags
+from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.plan import check_cache_rows, choose_drafter
 from mtpbuild.builder.plan.weight_classes import (
@@ -196,7 +197,8 @@ def forecast(request: ForecastRequest) -> Forecast:
     lengths = choose_acceptance_lengths(request)
     classes = count_gpu_classes(layout, request.ranks)
     formats = {weights.name: weights.format for weights in classes if not weights.module}
-    check_ranks(layout.config, request.ranks, formats, gpu.ranks)
+    if not has_one_rank(layout.config):
+        check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = CostModel(layout.config, classes, request.ranks, gpu)
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     latency = fit_measured(request, model, load, lengths)
@@ -221,8 +223,17 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 
 def count_gpu_classes(layout: CheckpointLayout, ranks: Ranks) -> list[WeightClass]:
-    """Count the weights as the engines of the targets for GPUs hold them."""
-    return count_classes(layout, ranks, TARGET.style)
+    """Count the weights as the engines of the targets for GPUs hold them.
+
+    Those of a family without such engines, which have one rank, count as they are stored.
+    """
+    return count_classes(layout, ranks, None if has_one_rank(layout.config) else TARGET.style)
+
+
+def has_one_rank(config: ModelConfig) -> bool:
+    """Return whether ranks can't share the model's engines, whatever their number is."""
+    splits = find_family_of(config).split_sizes(config, Ranks())
+    return any(split.size == 1 for split in splits)
 
 
 def resolve_request(

@@ -9,7 +9,13 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.targets import list_target_names
 from mtpbuild.builder.targets.capability import explain_capability
 from mtpbuild.builder.targets.tensorrt import PROGRAMS
-from mtpbuild.lab.forecast.forecast import PUBLISHED_SPEED, RESERVED, Forecast, make_load_json
+from mtpbuild.lab.forecast.forecast import (
+    PUBLISHED_SPEED,
+    RESERVED,
+    Forecast,
+    has_one_rank,
+    make_load_json,
+)
 from mtpbuild.lab.show.pictures import Line, Panel, Picture
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.files import format_size
@@ -105,10 +111,13 @@ def _print_memory(f: Forecast) -> None:
     memory, weights, scratch, reserved = map(format_size, sizes)
     print_lines(
         f"memory per rank: {memory}, of it {weights} weights, {scratch} scratch, {reserved} "
-        "reserved",
-        f"target tensorrt holds {format_size(f.tensorrt_bytes)} of weights: experts and head "
-        f"once, all others in each of its {PROGRAMS} programs",
+        "reserved"
     )
+    if not has_one_rank(f.model.config):
+        print_lines(
+            f"target tensorrt holds {format_size(f.tensorrt_bytes)} of weights: experts and head "
+            f"once, all others in each of its {PROGRAMS} programs"
+        )
     if f.free_bytes < 0:
         too_much = format_size(-f.free_bytes)
         print_lines(f"does not fit: {too_much} too much before any cache", style="red")
@@ -165,8 +174,11 @@ def _print_assumptions(f: Forecast) -> None:
         print_lines(f"{note}and give --measured", style="yellow")
     attention = find_family_of(f.model.config).attention
     if not list_target_names(lambda target: attention in target.gpu_attention):
-        note = "targets for GPUs have no kernel for this model's attention yet: "
-        print_lines(f"{note}`mtpbuild build` refuses them", style="yellow")
+        note = "not built yet for GPUs: no target has a kernel there for this model's attention, "
+        print_lines(f"{note}so `mtpbuild build` refuses them", style="yellow")
+    if has_one_rank(f.model.config):
+        note = "weights count as they are stored; ranks share the experts, and have all others "
+        print_lines(f"{note}whole", style="yellow")
     formats = {name: None for weights in f.model.classes for name in weights.formats}
     if why := explain_capability(formats, [f.model.gpu.capability]):
         print_lines(f"target tensorrt builds no such engine: {why}; inductor does", style="yellow")

@@ -22,6 +22,7 @@ from mtpbuild.builder.plan.plan import (
 from mtpbuild.builder.plan.weight_classes import WeightClass
 from mtpbuild.lab.forecast.machines import GpuSpec
 from mtpbuild.runtime.contract.drafters import ASSISTANT, VANILLA
+from mtpbuild.runtime.contract.state import BLOCK
 from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scales besides
@@ -29,11 +30,19 @@ CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scale
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The cache rows of a layer: width, sizes of their parts, how many it sees (0: all)."""
+    """The cache rows of a layer: width, sizes of their parts, how many it sees (0: all).
 
-    width: int
+    tokens: of which a row is made; it lies in the places of a block's tokens at most.
+    """
+
+    width: int  # of a place
     sections: tuple[int, ...]
     window: int
+    tokens: int = 1
+
+    @property
+    def row_width(self) -> int:
+        return self.width * min(self.tokens, BLOCK)
 
     def count_bytes(self, cache: str) -> int:
         """Count the bytes of a row in a cache of this type."""
@@ -84,6 +93,12 @@ class CostModel:
         return [LayerRows(*row, window) for row, window in zip(rows, windows, strict=False)]
 
     @property
+    def more_rows(self) -> list[LayerRows]:
+        """The rows that the trunk's layers have besides."""
+        more = find_family_of(self.config).more_rows(self.config)
+        return [LayerRows(rows.width, (), rows.window, rows.tokens) for rows in more]
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of a request's recurrent states, which are always fp32."""
         states = find_family_of(self.config).recurrent(self.config, self.ranks)
@@ -100,7 +115,7 @@ class CostModel:
         for weights in self.classes:
             if not weights.module and weights.name != "embedding":
                 yield self._count_weights(weights.name, [weights], [nextn + 1], load)
-        trunk = self.rows[: self.config.num_hidden_layers]
+        trunk = self.rows[: self.config.num_hidden_layers] + self.more_rows
         yield self._cache("caches", trunk, [nextn + 1], load)
         if self.state_bytes:  # verifying reads the state; advancing it reads and writes it
             bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
@@ -167,20 +182,23 @@ class CostModel:
         """Count reads of the context's cache rows in these layers, and attention.
 
         passes: tokens of each. Where tokens choose rows (DSA), all are assumed to choose others.
+        Of rows that are made of several tokens, only those with keys of an indexer are chosen.
         """
         c = self.costs
         read = 0.0
         operations = 0.0
         for rows in layers:
-            if not (width := rows.width):
+            if not (width := rows.row_width):
                 continue
-            context = min(load.context, rows.window or load.context)
-            attended = c.attended or width
+            context = min(load.context, rows.window or load.context) // rows.tokens
+            attended = min(c.attended or width, width)
             scoring = c.scoring if width > attended else 0.0
             for tokens in passes:
                 rows_per_token, rows_read = (c.rows(context, count) for count in (1, tokens))
+                if rows.tokens > 1 and not scoring:
+                    rows_per_token = rows_read = context
                 values = rows_read * attended + context * (width - attended)
-                read += values * rows.count_bytes(load.cache) / width
+                read += values * rows.count_bytes(load.cache) / rows.width
                 operations += tokens * (rows_per_token * c.row_operations + context * scoring)
         requests = self.ranks.local(load.batch)
         bytes, operations = requests * read, requests * operations
@@ -205,7 +223,7 @@ class CostModel:
 
     def _list_used(self, nextn: int) -> list[LayerRows]:
         used = self.config.num_hidden_layers + count_modules_in_use(self.drafter(nextn), nextn)
-        return self.rows[:used]
+        return self.rows[:used] + self.more_rows
 
     def weight_bytes(self, nextn: int) -> float:
         """Count the bytes of weights per rank; without drafts the modules are not loaded."""

@@ -42,7 +42,8 @@ def test_names() -> None:
     assert " ".join(sorted(recipe.name for recipe in load_recipes())) == (
         "deepseek-r1 deepseek-r1-0528 deepseek-r1-0528-fp4-v2 deepseek-r1-fp4 deepseek-tiny "
         "deepseek-tiny-fp8 deepseek-tiny-int4 deepseek-tiny-int8 deepseek-tiny-nvfp4 deepseek-v3 "
-        "deepseek-v3.1 deepseek-v3.2 gemma-4-12b gemma-4-26b-a4b gemma-4-31b gemma-4-e2b "
+        "deepseek-v3.1 deepseek-v3.2 deepseek-v4-flash deepseek-v4-flash-preview deepseek-v4-pro "
+        "gemma-4-12b gemma-4-26b-a4b gemma-4-31b gemma-4-e2b "
         "gemma-4-e4b gigachat3-10b-a1.8b gigachat3-10b-a1.8b-bf16 glm-4.5 glm-4.5-air glm-4.6 "
         "glm-4.7 glm-4.7-flash glm-5 glm-5.1 glm-5.2 kimi-k2-instruct mimo-7b-rl "
         "moonlight-16b-a3b-instruct qwen-tiny qwen3-next-80b-a3b qwen3.5-0.8b "

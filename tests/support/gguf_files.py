@@ -145,7 +145,9 @@ def dequantised(path: Path) -> dict[str, Array]:
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = tensor.data
+        if tensor.tensor_type != Type.I32:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         found[tensor.name] = values.astype(np.float32).reshape(shape)
     return found
 

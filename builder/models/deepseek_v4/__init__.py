@@ -27,5 +27,6 @@ FAMILY = Family(
         r"self_attn\.[qko]\w*_proj|self_attn\.compressor\.indexer\.q_b_proj|mlp\..*_proj"
         r"|[eh]_proj"
     ),
+    gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
     own_kinds={"_hc.": "router, norms", "hc_head": "router, norms", "compressor": "attention"},
 )

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import (
     COUNT_LIMIT,
+    MODULE_COUNT,
     ModuleInputs,
     ModuleNames,
     MoEConfig,
@@ -72,6 +73,8 @@ class DeepseekV4Config(MoEConfig):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Self:
+        if raw.get("dspark_block_size") is not None:  # its `mtp.*` are a head of another kind
+            raw = {**raw, MODULE_COUNT: 0}
         read = Reader(raw, cls.usual)
         if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
             share = min(read.number("partial_rotary_factor", 1.0, above=0), 2.0)  # 1 at most is fit
@@ -224,7 +227,7 @@ def list_compressed_rows(c: DeepseekV4Config) -> list[CachedRows]:
     for i, ratio in enumerate(c.ratios):
         if ratio:
             width = -(-c.row_width(i) // c.group(i))
-            rows.append(CachedRows("compressed", i, width))
+            rows.append(CachedRows("compressed", i, width, tokens=ratio))
             rows.append(CachedRows("open", i, c.open_width(i), window=(1 + c.chooses(i)) * ratio))
     return rows
 
@@ -246,5 +249,7 @@ def costs(c: DeepseekV4Config, ranks: Ranks) -> Costs:
         activations=max(3.0 * heads * c.head_dim, inner) + (4 + 2 * c.hc_mult) * c.hidden_size,
         experts=c.n_routed_experts,
         chosen=c.num_experts_per_tok,
-        most_rows=c.sliding_window + c.index_topk,
+        most_rows=max(c.sliding_window, c.index_topk),
+        attended=c.head_dim,
+        scoring=2.0 * c.index_n_heads * c.index_head_dim,
     )
