@@ -5,6 +5,7 @@ import re
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.deepseek_v4 import config
+from mtpbuild.builder.models.deepseek_v4.names import RENAMES
 from mtpbuild.builder.models.family import Family, import_lazily
 
 FAMILY = Family(
@@ -27,5 +28,6 @@ FAMILY = Family(
         r"self_attn\.[qko]\w*_proj|self_attn\.compressor\.indexer\.q_b_proj|mlp\..*_proj"
         r"|[eh]_proj"
     ),
+    renames=RENAMES,
     own_kinds={"_hc.": "router, norms", "hc_head": "router, norms", "compressor": "attention"},
 )
