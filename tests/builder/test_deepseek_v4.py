@@ -18,6 +18,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.support.deepseek_v4 import BLOCKS, save, store_experts_in_fp4
+from tests.support.known_text import take_steps
 from tests.support.opened import load_model
 from tests.support.requests import build, build_request
 
@@ -106,27 +107,11 @@ def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
     """
     plan, rng = Plan(model.config, NEXTN, "mtp-eagle", 1, 200, CHUNK), np.random.default_rng(0)
     for length in (2, 13, 45):
-        programs = EagerPrograms(plan, model)
-        tokens = rng.integers(0, 60, length).tolist()
-        for start in range(0, length - 1, CHUNK):
-            end = min(start + CHUNK, length - 1)
-            programs.prefill(0, start, np.array(tokens[start : end + 1]))
-        programs.begin(0, length - 1, tokens[-1])
-        truth = continue_plainly(plain, tokens, steps * (NEXTN + 1))
-        for step in range(steps):
-            right = step % (NEXTN + 1) if step else 0
-            window = programs.state["window"][0]
-            window[1:] = truth[:NEXTN]
-            if right < NEXTN:
-                window[1 + right] = (window[1 + right] + 1) % 60
-            programs.state["num_drafts"][0] = NEXTN if step else 0
-            out = programs.step(np.array([True]), plan.capacity)
-            n = right + 1
-            assert out.num_tokens[0] == n
-            assert out.tokens[0, :n].tolist() == truth[:n]
-            tokens, truth = tokens + truth[:n], truth[n:]
+        prompt = rng.integers(0, 60, length).tolist()
+        truth = continue_plainly(plain, prompt, steps * (NEXTN + 1))
+        for tokens, drafts in take_steps(plan, model, prompt, truth, 60):
             wanted = [int(logits.argmax()) for logits in draft(plain, tokens)]
-            assert programs.state["window"][0, 1:].tolist() == wanted, "drafts differ"
+            assert drafts == wanted, "drafts differ"
 
 
 def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
