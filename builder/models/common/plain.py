@@ -49,6 +49,10 @@ class PlainLM(nn.Module):
         """Compute logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
         return self.lm_head(hidden)
 
+    def module(self, k: int) -> nn.Module:
+        """Return module k, from 1."""
+        raise NotImplementedError
+
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         """Run module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
 
@@ -309,7 +313,6 @@ class PlainCausalLM(PlainLM):
         return PlainMLP(c.hidden_size, c.intermediate_size)
 
     def module(self, k: int) -> PlainMTPModule:
-        """Return module k, from 1."""
         modules = [part for part in self.modules() if isinstance(part, PlainMTPModule)]
         return modules[k - 1]
 
