@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.support.deepseek_v4 import BLOCKS, save, store_experts_in_fp4
 from tests.support.known_text import take_steps
 from tests.support.opened import load_model
-from tests.support.requests import build, build_request
+from tests.support.requests import build, build_request, plan_model, quantize
 
 NEXTN, CHUNK = 3, 23
 FULL = pytest.mark.full
@@ -227,3 +230,15 @@ def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
     for flags in wrong:
         with pytest.raises(UsageError):
             build(build_request(tmp_path, (0,), out=tmp_path / "engines", **flags))
+
+
+def test_calibration_is_refused_without_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    scheme = add_calibration(build_scheme("int4"), True, None)
+    request = build_request(tmp_path, (0,), out=tmp_path / "engines", scheme=scheme)
+    with pytest.raises(UsageError, match="its layers can't run one by one"):
+        plan_model(request, FoundModel("x", "x", tmp_path))
+    quantising = QuantizeRequest(str(tmp_path), scheme, tmp_path / "int4")
+    with pytest.raises(UsageError, match="its layers can't run one by one"):
+        quantize(quantising)

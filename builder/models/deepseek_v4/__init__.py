@@ -28,6 +28,7 @@ FAMILY = Family(
         r"self_attn\.[qko]\w*_proj|self_attn\.compressor\.indexer\.q_b_proj|mlp\..*_proj"
         r"|[eh]_proj"
     ),
+    runs_by_layer=lambda c: False,  # the first ones read the tokens' ids
     renames=RENAMES,
     own_kinds={"_hc.": "router, norms", "hc_head": "router, norms", "compressor": "attention"},
 )
