@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.readable import read_text_config
-from mtpbuild.builder.checkpoint.text_model import MODULES, find_text_name
+from mtpbuild.builder.checkpoint.text_model import MODULES, Renames, find_text_name
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.files import read_json
 from mtpbuild.runtime.safetensors_header import read_header
@@ -77,7 +77,7 @@ def read_shard_names(folder: Path) -> list[str]:
     return _read_names(read_index(folder))
 
 
-def read_stored_names(folder: Path) -> set[str]:
+def read_stored_names(folder: Path, renames: Renames) -> set[str]:
     """Return the names of a text model's tensors from index or header, without torch."""
     if (index := read_index(folder)) is not None:
         names: Iterable[str] = index.shards
@@ -86,7 +86,8 @@ def read_stored_names(folder: Path) -> set[str]:
             names = read_header(folder / SINGLE)[0]
         except (OSError, ValueError):
             return set()  # if it is missing or unreadable, opening the tensors reports it
-    return {name for name in map(find_text_name, names) if name is not None}
+    ours = (find_text_name(name, renames) for name in names)
+    return {name for name in ours if name is not None}
 
 
 def _read_names(index: Index | None) -> list[str]:

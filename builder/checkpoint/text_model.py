@@ -1,7 +1,7 @@
 """Find a text model's tensors in checkpoints with a vision tower, or with stacked weights."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 WRAPPED = "model.language_model."  # a text model beside a vision tower
 OUTSIDE = "language_model."  # the same, as MLX has it
@@ -16,55 +16,21 @@ STACK = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # all experts: [X, ou
 MLX_STACK = re.compile(
     r"(.*\.)(?:(?:switch_mlp|experts\.switch_glu)\.(\w+)|(embed_q|unembed_out))\.(weight\w*)"
 )
-# DeepSeek's own names of V4's weights, and those of transformers, which are ours.
-NATIVE = re.compile(
-    r"(?:model\.)?((?:layers|mtp)\.\d+\.(?:attn|ffn|hc_\w+|norm|[eh]_proj|[eh]norm)\b.*"
-    r"|(?:layers|mtp)\.\d+\.(?:attn|ffn)_norm\..*|hc_head\w*.*|embed\.weight|head\.weight)"
-)
-RENAMED = (
-    (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
-    (r"hc_head_(fn|base|scale)$", r"hc_head.hc_\1"),
-    (r"\.attn\.", ".self_attn."), (r"\.ffn\.", ".mlp."),
-    (r"\.indexer\.compressor\.", ".compressor.indexer."),
-    (r"\.attn_sink$", ".sinks"), (r"\.ape$", ".position_bias"),
-    (r"\.indexer\.weights_proj\.", ".compressor.indexer.scorer.weights_proj."),
-    (r"\.self_attn\.indexer\.wq_b\.", ".self_attn.compressor.indexer.q_b_proj."),
-    (r"(self_attn|compressor|indexer)\.norm\.", r"\1.kv_norm."),
-    (r"\.q_norm\.", ".q_a_norm."), (r"\.wq_a\.", ".q_a_proj."), (r"\.wq_b\.", ".q_b_proj."),
-    (r"\.wkv\.", ".kv_proj."), (r"\.wgate\.", ".gate_proj."),
-    (r"\.wo_a\.", ".o_a_proj."), (r"\.wo_b\.", ".o_b_proj."),
-    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
-    (r"\.w1\.", ".gate_proj."), (r"\.w2\.", ".down_proj."), (r"\.w3\.", ".up_proj."),
-    (r"^embed\.", "embed_tokens."),
-)  # fmt: skip
 Part = tuple[int, int, int]  # expert, its first row, number of rows
+# Regular expressions of a publisher's names of weights, and ours for them, applied in turn.
+Renames = Sequence[tuple[str, str]]
 
 
-def find_text_name(name: str) -> str | None:
+def find_text_name(name: str, renames: Renames = ()) -> str | None:
     """Return a tensor's name in the text model; None if it belongs to the vision tower."""
     if name.startswith(TOWERS):
         return None
-    if match := NATIVE.fullmatch(name):
-        return rename_native(match[1])
     name = name.removeprefix(OUTSIDE)
     name = f"model.{name.removeprefix(WRAPPED)}" if name.startswith(WRAPPED) else name
-    return name.removeprefix("model.") if name.startswith(f"model.{MODULES}") else name
-
-
-def name_last_norm(names: Collection[str]) -> str | None:
-    """Return our name of `norm.weight`, which is the trunk's norm in V4's files alone."""
-    native = {"norm.weight", "model.hc_head.hc_fn"} <= {*names}
-    return "model.norm.weight" if native else None
-
-
-def rename_native(name: str) -> str:
-    """Return our name of a weight of DeepSeek-V4 that has DeepSeek's name."""
-    if name == "head.weight":
-        return "lm_head.weight"
-    for pattern, ours in RENAMED:
-        name = re.sub(pattern, ours, name)
-    return name if name.startswith(MODULES) else f"model.{name}"
+    name = name.removeprefix("model.") if name.startswith(f"model.{MODULES}") else name
+    for theirs, ours in renames:
+        name = re.sub(theirs, ours, name)
+    return name
 
 
 def unstack(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Part]]:

@@ -11,7 +11,7 @@ from mtpbuild.builder.plan.plan import Nextn, sort_nextns
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.builder.targets import configure_target, list_target_names
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.weights.scheme import FLOATS
+from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import in_range
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
@@ -51,6 +51,13 @@ def check_format(target: Target, flag: str, format: str | None) -> None:
         raise UsageError(
             f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
         )
+
+
+def check_calibration(scheme: Scheme | None, config: ModelConfig) -> None:
+    """Raise UsageError for a calibration of a model whose layers can't run one by one."""
+    family = find_family_of(config)
+    if scheme is not None and scheme.calibration is not None and not family.runs_by_layer(config):
+        raise UsageError(f"{family.name}: its layers can't run one by one: leave --calibrate out")
 
 
 def choose_draft_ids(

@@ -15,6 +15,7 @@ from mtpbuild.builder.compiler.fingerprint import (
     hash_samples,
 )
 from mtpbuild.builder.compiler.flag_checks import (
+    check_calibration,
     check_flags,
     check_rules,
     check_style,
@@ -207,6 +208,7 @@ def make_plans(request: BuildRequest, target: Target, source: ModelSource) -> Pl
     nextns = choose_nextns(config, request, folder)
     check_target(target, request, nextns)
     check_style(target, request, config, style)
+    check_calibration(request.scheme, config)
     check_rules(target, request, style)
     check_ranks(config, request.ranks)
     engines = plan_each(request, target, source, nextns)

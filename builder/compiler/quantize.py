@@ -13,6 +13,7 @@ from mtpbuild.builder.checkpoint.readable import MODELOPT
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.compiler.calibrate import calibrate, discard_calibration
 from mtpbuild.builder.compiler.fingerprint import hash_files, hash_samples
+from mtpbuild.builder.compiler.flag_checks import check_calibration
 from mtpbuild.builder.compiler.workbench import Workbench
 from mtpbuild.builder.engine.staged import is_taken, stage_folder
 from mtpbuild.builder.formats import FORMATS, Format, make_entry
@@ -71,6 +72,7 @@ def quantize(request: QuantizeRequest, bench: Workbench, watch: Watch = ignore) 
     source = find_model(request.model, request.checkpoint)
     refuse_taken_folder(request.out, source.folder, force=request.force)
     config = load_config(source.folder)
+    check_calibration(request.scheme, config)
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
     weights = checkpoint.check(config).stored

@@ -23,7 +23,7 @@ from mtpbuild.builder.checkpoint.hub_cache import (
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file, side_files
 from mtpbuild.builder.gguf.choice import ENDING, choose_head, choose_model, name_link, name_one
-from mtpbuild.builder.models import find_family_of, load_config, refuse_class
+from mtpbuild.builder.models import find_family_of, load_config, read_renames, refuse_class
 from mtpbuild.builder.plan.context import MAPPED, USUAL, count_weights_bytes
 from mtpbuild.builder.plan.machine import Room
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
@@ -348,7 +348,7 @@ def open_headers(source: ModelSource, remote: RemoteWeights, request: BuildReque
         headers = threads.map(remote.repository.read_header, remote.names)
         places = [where / name for name in remote.names]
         shards = [*map(describe_tensors, places, headers)]
-    opened = collect_tensors(source.folder, shards)
+    opened = collect_tensors(source.folder, shards, read_renames(source.folder))
     if source.mtp is not None:
         opened = join_head(opened, source.mtp, load_config(source.folder))
     return replace(cut_tensors(opened, request.layers), folder=where)

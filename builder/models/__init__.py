@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from mtpbuild.builder.checkpoint.config import ModelConfig as ModelConfig
 from mtpbuild.builder.checkpoint.readable import read_object
 from mtpbuild.builder.checkpoint.shards import read_stored_names
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checkpoint.text_model import Renames
 from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.builder.models.modules import set_modules, with_modules
 from mtpbuild.runtime.errors import CheckpointError
@@ -72,6 +74,13 @@ def refuse_class(path: Path) -> None:
             find_family(raw)
 
 
+def read_renames(folder: Path) -> Renames:
+    """Return how a folder's family renames weights; () if config.json names no family."""
+    with suppress(CheckpointError):
+        return find_family(read_object(folder / CONFIG)).renames
+    return ()
+
+
 @contextmanager
 def name_file(path: Path) -> Iterator[None]:
     """Begin the message of a CheckpointError with the name of a file."""
@@ -106,7 +115,8 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
             family = find_family(raw)
             if modules is not None:
                 return family.config.parse(set_modules(family, raw, modules))
-            return family.config.parse(with_modules(family, raw, read_stored_names(folder)))
+            stored = read_stored_names(folder, family.renames)
+            return family.config.parse(with_modules(family, raw, stored))
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.checkpoint.config import HEAD, ModelConfig
+from mtpbuild.builder.checkpoint.text_model import Renames
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
@@ -106,6 +107,9 @@ class Family:
     quantisable: re.Pattern[str] = re.compile(r"(self_attn|mlp)\..*_proj")
     own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
     tables: tuple[str, ...] = ()  # weights of a checkpoint that are embeddings, too
+    # Whether each main layer needs only what the one before it returned.
+    runs_by_layer: Callable[[Any], bool] = lambda c: True
+    renames: Renames = ()  # of weights that a publisher names otherwise than transformers
     # Whether a checkpoint may hold a tensor that no engine reads, by its name.
     leaves_out: Callable[[Any, str], bool] = lambda c, name: False
 

@@ -10,11 +10,11 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.readable import read_quantisation
 from mtpbuild.builder.checkpoint.shards import find_shards
-from mtpbuild.builder.checkpoint.text_model import find_text_name, name_last_norm, unstack
+from mtpbuild.builder.checkpoint.text_model import Renames, find_text_name, unstack
 from mtpbuild.builder.formats import name_own
 from mtpbuild.builder.gguf.container import find_own_path
 from mtpbuild.builder.gguf.mapped import GgufWeight
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models import load_config, read_renames
 from mtpbuild.builder.weights.checkpoint import Checkpoint, FileEntry
 from mtpbuild.builder.weights.gguf_folder import find_trunk, holds_gguf, list_gguf_weights
 from mtpbuild.builder.weights.mlx_conversion import undo_changes
@@ -26,7 +26,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors`, of the shards that an index names, or of GGUF."""
     if holds_gguf(folder):
         return describe_gguf(find_own_path(find_trunk(folder)), list_gguf_weights(folder))
-    return collect_tensors(folder, map(list_entries, find_shards(folder)))
+    shards = map(list_entries, find_shards(folder))
+    return collect_tensors(folder, shards, read_renames(folder))
 
 
 def describe_gguf(path: Path, weights: Iterable[GgufWeight]) -> Checkpoint:
@@ -39,7 +40,9 @@ def describe_gguf(path: Path, weights: Iterable[GgufWeight]) -> Checkpoint:
     return Checkpoint(path, tensors, 0, {})
 
 
-def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Checkpoint:
+def collect_tensors(
+    folder: Path, shards: Iterable[Iterable[FileEntry]], renames: Renames = ()
+) -> Checkpoint:
     """Return the checkpoint of these shards' tensors, whose files need not be here."""
     tensors: dict[str, FileEntry] = {}
     files: dict[str, Path] = {}
@@ -47,13 +50,11 @@ def collect_tensors(folder: Path, shards: Iterable[Iterable[FileEntry]]) -> Chec
         if entry.name in files:
             other = files[entry.name]
             raise CheckpointError(f"{entry.file}: tensor {entry.name} is in {other} too")
-        files[entry.name], listed = entry.file, list_text_weights(entry)
+        files[entry.name], listed = entry.file, list_text_weights(entry, renames)
         if twice := listed.keys() & tensors.keys():
             same = tensors[min(twice)].name
             raise CheckpointError(f"{entry.file}: {entry.name} and {same} are the same weight")
         tensors |= listed
-    if norm := name_last_norm(tensors):
-        tensors[norm] = tensors.pop("norm.weight")
     tower = sum(find_text_name(name) is None for name in files)
     return undo_changes(Checkpoint(folder, tensors, tower, read_quantisation(folder)))
 
@@ -79,9 +80,9 @@ def describe_tensors(path: Path, header: Header) -> list[FileEntry]:
         raise CheckpointError(f"{path}: its header is damaged ({error!r})") from None
 
 
-def list_text_weights(entry: FileEntry) -> dict[str, FileEntry]:
+def list_text_weights(entry: FileEntry, renames: Renames) -> dict[str, FileEntry]:
     """Return the text model's weights in one tensor of a file, by name."""
-    name = find_text_name(entry.name)
+    name = find_text_name(entry.name, renames)
     if name is None:
         return {}
     name = name_own(name, entry.dtype)

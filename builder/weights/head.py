@@ -104,7 +104,7 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
             raise CheckpointError(f"--mtp {place}: no tensor of {head.config.title} is there")
         return named
     refuse_other_model(place, folder, stored, config)
-    opened = collect_tensors(folder, [stored])
+    opened = collect_tensors(folder, [stored], family.renames)
     names = name_modules(config, opened.tensors)
     tensors = {names[name]: entry for name, entry in opened.tensors.items() if name in names}
     alone = (f"{prefix}{config.module_names.input_proj}.weight" for prefix in PREFIXES)

@@ -19,7 +19,6 @@ from mtpbuild.builder.models.common.rope import compute_rope_tables
 from mtpbuild.builder.stages import Watch, say_time_left
 from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.quantised_view import Parts, QuantisedView
-from mtpbuild.runtime.errors import UsageError
 
 BATCH = 2048  # most tokens that go through a layer together
 # A step takes the hidden states [B, T, E] of each batch and yields the next ones, one batch at a
@@ -58,10 +57,6 @@ class StreamedModel:
         self.family = find_family_of(config)
         with torch.device("meta"):
             plain: Any = self.family.reference(self.config)
-        if not plain.has_lone_layers:
-            raise UsageError(
-                f"{self.family.name}: its layers can't run one by one: leave --calibrate out"
-            )
         self.plain = plain.eval().requires_grad_(False)
         self._names = {module: name for name, module in plain.named_modules()}
         if isinstance(plain, PlainCausalLM):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import PlainAttention, PlainCausalLM
+from mtpbuild.builder.models.common.plain import PlainAttention, PlainLM
 
 
 class RecycledRows:
@@ -51,7 +51,7 @@ def recycle_rows(module: nn.Module) -> Iterator[None]:
 
 
 def run_chain(
-    plain: PlainCausalLM, tokens: Tensor, hidden: Tensor, nextn: int, eagle: bool
+    plain: PlainLM, tokens: Tensor, hidden: Tensor, nextn: int, eagle: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the module and the hidden states [B, T - j, E] of each draft j; row q is of place q.
 

@@ -10,16 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
+from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.support.deepseek_v4 import BLOCKS, save, store_experts_in_fp4
+from tests.support.known_text import take_steps
 from tests.support.opened import load_model
-from tests.support.requests import build, build_request
+from tests.support.requests import build, build_request, plan_model, quantize
 
 NEXTN, CHUNK = 3, 23
 FULL = pytest.mark.full
@@ -106,27 +110,11 @@ def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
     """
     plan, rng = Plan(model.config, NEXTN, "mtp-eagle", 1, 200, CHUNK), np.random.default_rng(0)
     for length in (2, 13, 45):
-        programs = EagerPrograms(plan, model)
-        tokens = rng.integers(0, 60, length).tolist()
-        for start in range(0, length - 1, CHUNK):
-            end = min(start + CHUNK, length - 1)
-            programs.prefill(0, start, np.array(tokens[start : end + 1]))
-        programs.begin(0, length - 1, tokens[-1])
-        truth = continue_plainly(plain, tokens, steps * (NEXTN + 1))
-        for step in range(steps):
-            right = step % (NEXTN + 1) if step else 0
-            window = programs.state["window"][0]
-            window[1:] = truth[:NEXTN]
-            if right < NEXTN:
-                window[1 + right] = (window[1 + right] + 1) % 60
-            programs.state["num_drafts"][0] = NEXTN if step else 0
-            out = programs.step(np.array([True]), plan.capacity)
-            n = right + 1
-            assert out.num_tokens[0] == n
-            assert out.tokens[0, :n].tolist() == truth[:n]
-            tokens, truth = tokens + truth[:n], truth[n:]
+        prompt = rng.integers(0, 60, length).tolist()
+        truth = continue_plainly(plain, prompt, steps * (NEXTN + 1))
+        for tokens, drafts in take_steps(plan, model, prompt, truth, 60):
             wanted = [int(logits.argmax()) for logits in draft(plain, tokens)]
-            assert programs.state["window"][0, 1:].tolist() == wanted, "drafts differ"
+            assert drafts == wanted, "drafts differ"
 
 
 def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
@@ -243,3 +231,15 @@ def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
     for flags in wrong:
         with pytest.raises(UsageError):
             build(build_request(tmp_path, (0,), out=tmp_path / "engines", **flags))
+
+
+def test_calibration_is_refused_without_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    scheme = add_calibration(build_scheme("int4"), True, None)
+    request = build_request(tmp_path, (0,), out=tmp_path / "engines", scheme=scheme)
+    with pytest.raises(UsageError, match="its layers can't run one by one"):
+        plan_model(request, FoundModel("x", "x", tmp_path))
+    quantising = QuantizeRequest(str(tmp_path), scheme, tmp_path / "int4")
+    with pytest.raises(UsageError, match="its layers can't run one by one"):
+        quantize(quantising)

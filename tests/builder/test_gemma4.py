@@ -29,7 +29,6 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import CACHED, StateSpec
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE
-from tests.reference.eager import EagerPrograms
 from tests.support.exact_engines import HEAD
 from tests.support.exact_engines import save as save_exact
 from tests.support.gemma4 import (
@@ -44,6 +43,7 @@ from tests.support.gemma4 import (
     make_trunk,
     save,
 )
+from tests.support.known_text import take_steps
 from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
 
@@ -149,25 +149,10 @@ def check_drafts(model: CausalLM, trunk: Trunk, head: Head, steps: int = 9) -> N
     """Check every step's tokens and drafts, with each number of accepted drafts."""
     plan, rng = Plan(model.config, NEXTN, "mtp-assistant", 1, 200, CHUNK), np.random.default_rng(0)
     for length in (2, 4, 19):
-        programs = EagerPrograms(plan, model)
-        tokens = rng.integers(3, 60, length).tolist()
-        for start in range(0, length - 1, CHUNK):
-            programs.prefill(0, start, np.array(tokens[start : min(start + CHUNK, length - 1)]))
-        programs.begin(0, length - 1, tokens[-1])
-        truth = continue_greedily(trunk, tokens, steps * (NEXTN + 1))
-        for step in range(steps):
-            right = step % (NEXTN + 1) if step else 0
-            window = programs.state["window"][0]
-            window[1:] = truth[:NEXTN]
-            if right < NEXTN:
-                window[1 + right] = (window[1 + right] + 1) % 60
-            programs.state["num_drafts"][0] = NEXTN if step else 0
-            out = programs.step(np.array([True]), plan.capacity)
-            n = right + 1
-            assert out.num_tokens[0] == n
-            assert out.tokens[0, :n].tolist() == truth[:n]
-            tokens, truth = tokens + truth[:n], truth[n:]
-            compare(programs.state["window"][0, 1:].tolist(), draft(trunk, head, tokens, NEXTN))
+        prompt = rng.integers(3, 60, length).tolist()
+        truth = continue_greedily(trunk, prompt, steps * (NEXTN + 1))
+        for tokens, drafts in take_steps(plan, model, prompt, truth, 60):
+            compare(drafts, draft(trunk, head, tokens, NEXTN))
 
 
 def compare(drafts: list[int], wanted: list[Tensor]) -> None:

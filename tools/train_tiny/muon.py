@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BY_ADAM = ("embed_tokens.weight", "lm_head.weight", "gate.weight")  # ends and routers
+# Ends and routers, and weights that mix streams or windows.
+BY_ADAM = ("embed_tokens.weight", "lm_head.weight", "gate.weight", "fn", "position_bias")
 
 
 def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:

@@ -39,14 +39,15 @@ from data import (
     read,
     reasoning_documents,
 )
+from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.models import find_family_of, load_config
-from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainRMSNorm, PlainRouter
+from mtpbuild.builder.models.common.plain import PlainCausalLM, PlainLM, PlainRMSNorm
 from mtpbuild.lab.tune.chains import run_chain
 from muon import Optimizer
 from problems import training_problems
 
 MTP_WEIGHT = 0.5  # of the modules' mean loss; 0.3 in DeepSeek-V3, but here acceptance counts more
-BALANCE_RATE = 0.001
+BALANCE_RATE, BIAS = 0.001, "e_score_correction_bias"
 # The trunk's logits are multiplied by this, because acceptance depends on its first choice alone.
 SHARPNESS = 2.0
 EAGLE_DRAFTS, EAGLE_WEIGHT = 3, 0.7  # drafts that module 1 makes alone; the weight of their loss
@@ -74,11 +75,12 @@ MODULES = (Phase(1.00, (4, 512), (8, 256)),)
 SMALL = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256)))
 
 
-def initialise(plain: PlainCausalLM) -> None:
+def initialise(plain: PlainLM) -> None:
     """Draw the first weights; products that end a branch are smaller in deeper models."""
     c = plain.config
     std, branches = 0.5 * c.hidden_size**-0.5, math.sqrt(2 * c.num_hidden_layers)
-    deviations = dict.fromkeys(("o_proj", "out_proj", "down_proj"), std / branches)
+    ends = ("o_proj", "o_b_proj", "out_proj", "down_proj")
+    deviations = dict.fromkeys(ends, std / branches)
     deviations |= dict.fromkeys(("eh_proj", "fc"), 2 * std)
     deviations |= {"embed_tokens": 0.5, "lm_head": 0.02, "gate": 0.02}
     for name, weight in plain.named_parameters():
@@ -93,12 +95,23 @@ def initialise(plain: PlainCausalLM) -> None:
         elif last == "conv1d":  # the newest input passes
             nn.init.normal_(weight, std=0.2)
             weight.data[..., -1] += 1
+        elif last in ("base", "hc_base"):  # residual streams begin with different weights
+            nn.init.normal_(weight)
+        elif last in ("scale", "hc_scale"):
+            nn.init.ones_(weight)
+        elif last == "sinks":
+            nn.init.zeros_(weight)
+    for name, table in plain.named_buffers():
+        if name.endswith("tid2eid"):
+            assert isinstance(c, MoEConfig)
+            experts = torch.rand(len(table), c.n_routed_experts).argsort(1)
+            table.copy_(experts[:, : table.shape[1]])
     for part in plain.modules():
         if isinstance(part, PlainRMSNorm) and part.minus_one:
             nn.init.zeros_(part.weight)
 
 
-def measure_trunk(plain: PlainCausalLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
+def measure_trunk(plain: PlainLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
     """Return the mean losses of the trunk and of each module on a batch's own next tokens."""
     text = batch.tokens[:, :length]
     hidden = plain.main(text)
@@ -117,7 +130,7 @@ def entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (targets >= 0).sum().clamp(min=1)
 
 
-def measure_modules(plain: PlainCausalLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
+def measure_modules(plain: PlainLM, batch: Batch, length: int, mtp: bool) -> list[Tensor]:
     """Return the mean losses of drafts on the trunk's predictions: each module's, then Eagle's."""
     text = batch.tokens[:, :length]
     with torch.no_grad():
@@ -134,15 +147,15 @@ def measure_modules(plain: PlainCausalLM, batch: Batch, length: int, mtp: bool) 
 
 
 @contextmanager
-def count_loads(plain: PlainCausalLM) -> Iterator[dict[PlainRouter, Tensor]]:
+def count_loads(plain: PlainLM) -> Iterator[dict[nn.Module, Tensor]]:
     """Count the tokens of each expert of each router with a bias while the block runs."""
-    loads = dict[PlainRouter, Tensor]()
+    loads = dict[nn.Module, Tensor]()
 
-    def count(router: PlainRouter, inputs: Any, weights: Tensor) -> None:
+    def count(router: nn.Module, inputs: Any, weights: Tensor) -> None:
         chosen = (weights != 0).flatten(0, -2).sum(0)
         loads[router] = loads.get(router, torch.zeros_like(chosen)) + chosen
 
-    routers = [part for part in plain.modules() if isinstance(part, PlainRouter)]
+    routers = [part for part in plain.modules() if hasattr(part, BIAS)]
     hooks = [router.register_forward_hook(count) for router in routers]
     try:
         yield loads
@@ -156,7 +169,7 @@ class Run:
     """A training: its model, how far it is, and its texts."""
 
     args: argparse.Namespace
-    plain: PlainCausalLM
+    plain: PlainLM
     step: int = 0
     elapsed: float = 0.0
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -172,7 +185,9 @@ class Run:
 
     def train(self) -> None:
         """Train until the budget of seconds or steps is spent."""
-        args, started, saved = self.args, time.monotonic(), time.monotonic()
+        args, saved = self.args, time.monotonic()
+        clock = time.process_time if args.cpu_time else time.monotonic
+        started = clock()
         if args.modules:
             self.plain.load_state_dict(torch.load(self.state.with_name("train.pt"))["model"])
             train_modules_alone(self.plain)
@@ -190,7 +205,7 @@ class Run:
                 # A warm-up, a flat part, then linear to zero.
                 rate = min(1.0, progress / 0.01 + 0.05, (1 - progress) / 0.65)
                 optimizer.step(rate)
-                self.elapsed = before + time.monotonic() - started
+                self.elapsed = before + clock() - started
                 if self.step % args.log_every == 0:
                     line = json.dumps({"step": self.step, "seconds": self.elapsed, **self.losses})
                     print(line, file=log, flush=True)
@@ -213,7 +228,7 @@ class Run:
                 self.losses[kind] = [round(loss.item(), 4) for loss in (first, *rest)]
         for router, load in loads.items():  # overloaded experts lose bias (DeepSeek-V3's rule)
             sign = torch.sign(load.float().mean() - load)
-            router.e_score_correction_bias += BALANCE_RATE * (progress < 0.9) * sign
+            router.get_buffer(BIAS).add_(BALANCE_RATE * (progress < 0.9) * sign)
         self.step += 1
 
     def save(self, optimizer: Optimizer) -> None:
@@ -225,20 +240,22 @@ class Run:
         write_checkpoint(self.plain, Path(self.args.folder), Path(self.args.out))
 
 
-def train_modules_alone(plain: PlainCausalLM) -> None:
+def train_modules_alone(plain: PlainLM) -> None:
     """Freeze all weights but the MTP modules'."""
     plain.requires_grad_(False)
     for k in range(1, plain.config.num_nextn_predict_layers + 1):
         plain.module(k).requires_grad_(True)
 
 
-def write_checkpoint(plain: PlainCausalLM, source: Path, out: Path) -> None:
-    """Write weights in bf16, routers' biases in fp32; the other files are the source's."""
+def write_checkpoint(plain: PlainLM, source: Path, out: Path) -> None:
+    """Write weights in bf16, biases in fp32, tables of ids; the other files are the source's."""
     for name in ("config.json", *FILES):
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
     stored = {
         name: weight.to(torch.float32 if name.endswith("bias") else torch.bfloat16).contiguous()
+        if weight.is_floating_point()
+        else weight
         for name, weight in plain.state_dict().items()
     }
     save_file(stored, part := out / "model.part", metadata={"format": "pt"})
@@ -270,6 +287,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--modules", action="store_true", help="train the MTP modules alone")
     parser.add_argument("--seconds", type=float, default=5400, help="time, which sets the schedule")
+    parser.add_argument("--cpu-time", action="store_true", help="--seconds: of all CPUs together")
     parser.add_argument("--steps", type=int, default=0, help="schedule by steps, not --seconds")
     parser.add_argument("--problems", type=int, default=150_000)
     parser.add_argument("--muon-lr", type=float, default=0.007)
@@ -283,7 +301,8 @@ def main() -> None:
     random.seed(args.seed)
     config = load_config(Path(args.folder))
     plain = find_family_of(config).reference(config)
-    assert isinstance(plain, PlainCausalLM)
+    if args.modules and not isinstance(plain, PlainCausalLM):
+        parser.error("--modules: drafts of drafts are trained through common attentions alone")
     initialise(plain)
     Run(args, plain).train()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # Tensor is imported for types alone
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -48,23 +48,36 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     E = c.hidden_size
     size = c.moe_intermediate_size
     ids = s.experts(c.n_routed_experts)
-    stored = [
-        [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
-        for proj in PROJECTIONS
-    ]
+    stored = list_projections(f"{at}.experts", ids, E, size)
     if c.n_shared_experts and not separate:  # one MLP for all shared experts, after the routed ones
         for proj, routed in zip(PROJECTIONS, stored, strict=True):
             routed.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
-    gates, ups, downs = stored
     if dense:
+        gates, ups, downs = stored
         yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
         yield product(f"{to}.experts.down_proj", *downs, rows=lambda *w: torch.cat(w, 1), axis=1)
-    else:  # each expert is a slice, whose gate and up are one product
-        pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
-        yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), concat_axis=0)
-        yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), concat_axis=0)
+    else:
+        yield from stack_experts(to, stored)
     if separate:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
+
+
+def list_projections(
+    experts: str, ids: Iterable[int], hidden: int, inner: int
+) -> list[list[StoredTensor]]:
+    """Return the stored gates, ups and downs of routed experts."""
+    return [
+        [projection(f"{experts}.{e}", proj, hidden, inner, routed=True) for e in ids]
+        for proj in PROJECTIONS
+    ]
+
+
+def stack_experts(to: str, stored: Sequence[Sequence[StoredTensor]]) -> Iterator[Weight]:
+    """Yield the stacks of experts: each is a slice, whose gate and up are one product."""
+    gates, ups, downs = stored
+    pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
+    yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=len(gates), concat_axis=0)
+    yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=len(downs), concat_axis=0)
 
 
 def make_slice(*w: Tensor) -> Tensor:

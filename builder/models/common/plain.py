@@ -6,8 +6,7 @@ In docstrings g_{k,p} is module k's hidden state at position p, and g_{0,p} the 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,6 @@ class PlainLM(nn.Module):
 
     config: ModelConfig
     lm_head: nn.Linear
-
-    @property
-    def has_lone_layers(self) -> bool:
-        """Whether a layer needs only what the one before it returned (`run_layer`)."""
-        return True
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the first layer's input [B, T, ..]."""
@@ -48,6 +42,10 @@ class PlainLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
         return self.lm_head(hidden)
+
+    def module(self, k: int) -> nn.Module:
+        """Return module k, from 1."""
+        raise NotImplementedError
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor, later: int = 0) -> Tensor:
         """Run module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
@@ -309,7 +307,6 @@ class PlainCausalLM(PlainLM):
         return PlainMLP(c.hidden_size, c.intermediate_size)
 
     def module(self, k: int) -> PlainMTPModule:
-        """Return module k, from 1."""
         modules = [part for part in self.modules() if isinstance(part, PlainMTPModule)]
         return modules[k - 1]
 
@@ -318,12 +315,6 @@ class PlainCausalLM(PlainLM):
         for i in range(self.config.num_hidden_layers):
             x = self.run_layer(i, x)
         return self.model.norm(x) if self.config.mtp.trunk_normed else x
-
-    @property
-    def has_lone_layers(self) -> bool:
-        layers: Iterator[Any] = self.modules()
-        choosing = (layer for layer in layers if hasattr(layer, "chooser"))
-        return all(layer.chooser[0] is layer for layer in choosing)
 
     def embed(self, tokens: Tensor) -> Tensor:
         x: Tensor = self.model.embed_tokens(tokens)

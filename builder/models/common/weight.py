@@ -356,17 +356,20 @@ def make_weight_table(c: ModelConfig, attention: Layer, feed_forward: Layer) -> 
         yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
         yield from feed_forward(index, f"{at}.mlp", f"{to}.mlp")
 
+    trunk = (layer(i, f"model.layers.{i}", f"layers.{i}") for i in range(c.num_hidden_layers))
+    norm = vector("norm", "model.norm", "weight", c.hidden_size)
+    return add_ends(c, [*chain.from_iterable(trunk), norm, *list_module_weights(c, layer)])
+
+
+def add_ends(c: ModelConfig, between: Iterable[Weight]) -> list[Weight]:
+    """Return a model's whole table: embedding, what lies between, heads, drafters' weights."""
     shape = (c.vocab_size, c.hidden_size)
     tokens = StoredTensor(EMBEDDING, shape, axis=0)
     head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, shape, axis=0)
-    reduced = [product(DRAFT_HEAD, head, rows=pick_drafted_rows(c))] if c.draft_ids else []
-    trunk = (layer(i, f"model.layers.{i}", f"layers.{i}") for i in range(c.num_hidden_layers))
     return [
         embedding("embed_tokens", tokens),
-        *chain.from_iterable(trunk),
-        vector("norm", "model.norm", "weight", c.hidden_size),
-        *list_module_weights(c, layer),
+        *between,
         product("lm_head", head),
-        *reduced,
+        *([product(DRAFT_HEAD, head, rows=pick_drafted_rows(c))] if c.draft_ids else []),
         *(Weight(name, (StoredTensor(name, shape),)) for name, shape in c.drafter_weights),
     ]

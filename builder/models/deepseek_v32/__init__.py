@@ -21,6 +21,7 @@ FAMILY = replace(
     costs=config.costs,
     reference=import_lazily(f"{__name__}.reference", "PlainDeepseekV32"),
     attention=Attends.CHOSEN,
+    runs_by_layer=lambda c: all(c.indexers),
     # Of the indexer all products but `weights_proj`, which weighs its heads.
     quantisable=re.compile(
         r"(self_attn|mlp)\.(?!indexer).*_proj(_with_mqa)?|self_attn\.indexer\.(wq_b|wk)"

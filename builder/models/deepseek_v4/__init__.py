@@ -5,6 +5,7 @@ import re
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import list_tied_head
 from mtpbuild.builder.models.deepseek_v4 import config
+from mtpbuild.builder.models.deepseek_v4.names import RENAMES
 from mtpbuild.builder.models.family import Family, import_lazily
 
 FAMILY = Family(
@@ -28,5 +29,7 @@ FAMILY = Family(
         r"|[eh]_proj"
     ),
     gguf=import_lazily(f"{__name__}.gguf", "list_architectures"),
+    runs_by_layer=lambda c: False,  # the first ones read the tokens' ids
+    renames=RENAMES,
     own_kinds={"_hc.": "router, norms", "hc_head": "router, norms", "compressor": "attention"},
 )

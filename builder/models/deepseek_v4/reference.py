@@ -282,10 +282,6 @@ class PlainDeepseekV4(PlainLM):
         self._modules["mtp"] = modules  # `mtp` is a method, too
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
-    @property
-    def has_lone_layers(self) -> bool:
-        return False  # the first ones read the tokens' ids
-
     def main(self, tokens: Tensor) -> Tensor:
         N = self.config.hc_mult
         x = self.model.embed_tokens(tokens)[..., None, :].expand(-1, -1, N, -1)

@@ -7,18 +7,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.lazy_torch import torch
-from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
-from mtpbuild.builder.models.common.moe_weights import make_slice
+from mtpbuild.builder.models.common.moe_weights import list_projections, stack_experts
 from mtpbuild.builder.models.common.weight import (
-    DRAFT_HEAD,
     Share,
     StoredTensor,
     Weight,
-    embedding,
+    add_ends,
     mlp,
-    pick_drafted_rows,
     product,
-    projection,
     vector,
 )
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
@@ -29,21 +25,16 @@ if TYPE_CHECKING:
 
 def weight_table(c: DeepseekV4Config, share: Share) -> list[Weight]:
     """Return every weight, in the order of use."""
-    L, E = c.num_hidden_layers, c.hidden_size
-    tokens = StoredTensor(EMBEDDING, (c.vocab_size, E))
-    head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, (c.vocab_size, E))
+    L = c.num_hidden_layers
     layers = (list_layer_weights(c, i, f"model.layers.{i}", f"layers.{i}") for i in range(L))
     modules = (list_module_weights(c, j) for j in range(c.num_nextn_predict_layers))
-    return [
-        embedding("embed_tokens", tokens),
+    between = [
         *chain.from_iterable(layers),
         *list_stream_head(c, "model.hc_head.hc_", "hc_head"),
-        vector("norm", "model.norm", "weight", E),
+        vector("norm", "model.norm", "weight", c.hidden_size),
         *chain.from_iterable(modules),
-        product("lm_head", head),
-        *([product(DRAFT_HEAD, head, rows=pick_drafted_rows(c))] if c.draft_ids else []),
-        *(Weight(name, (StoredTensor(name, shape),)) for name, shape in c.drafter_weights),
     ]
+    return add_ends(c, between)
 
 
 def list_layer_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> Iterator[Weight]:
@@ -133,13 +124,8 @@ def list_expert_weights(c: DeepseekV4Config, index: int, at: str, to: str) -> It
     else:
         bias = StoredTensor(f"{at}.gate.e_score_correction_bias", (X,))
         yield Weight(f"{to}.gate.bias", (bias,))
-    gates, ups, downs = (
-        [projection(f"{at}.experts.{e}", name, E, inner) for e in range(X)]
-        for name in ("gate", "up", "down")
-    )
-    pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
-    yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=X, concat_axis=0)
-    yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=X, concat_axis=0)
+    experts = list_projections(f"{at}.experts", range(X), E, inner)
+    yield from stack_experts(to, experts)
     shared = f"{at}.shared_experts"
     yield from mlp(E, inner * c.n_shared_experts, shared, f"{to}.shared_experts")
 

@@ -3,18 +3,15 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from mtpbuild.builder.models.common.copies import EMBEDDING
-from mtpbuild.builder.models.common.moe_weights import make_slice
+from mtpbuild.builder.models.common.moe_weights import list_projections, stack_experts
 from mtpbuild.builder.models.common.weight import (
-    DRAFT_HEAD,
     Share,
     StoredTensor,
     Weight,
+    add_ends,
     embedding,
     mlp,
-    pick_drafted_rows,
     product,
-    projection,
     vector,
 )
 from mtpbuild.builder.models.gemma4.config import LAYER_TABLE, Gemma4Config
@@ -29,20 +26,12 @@ NORMS = (
 
 def weight_table(c: Gemma4Config, share: Share) -> list[Weight]:
     """Return every weight, in the order of use."""
-    tokens = StoredTensor(EMBEDDING, (c.vocab_size, c.hidden_size))
     layers = (
         list_layer_weights(c, i, f"model.layers.{i}", f"layers.{i}")
         for i in range(c.num_hidden_layers)
     )
-    return [
-        embedding("embed_tokens", tokens),
-        *list_input_weights(c),
-        *chain.from_iterable(layers),
-        vector("norm", "model.norm", "weight", c.hidden_size),
-        product("lm_head", tokens),
-        *([product(DRAFT_HEAD, tokens, rows=pick_drafted_rows(c))] if c.draft_ids else []),
-        *(Weight(name, (StoredTensor(name, shape),)) for name, shape in c.drafter_weights),
-    ]
+    norm = vector("norm", "model.norm", "weight", c.hidden_size)
+    return add_ends(c, [*list_input_weights(c), *chain.from_iterable(layers), norm])
 
 
 def list_input_weights(c: Gemma4Config) -> Iterator[Weight]:
@@ -108,10 +97,5 @@ def list_expert_weights(c: Gemma4Config, at: str, to: str) -> Iterator[Weight]:
     yield Weight(f"{to}.gate.weight", (router,), lambda w: w.T)
     scales = StoredTensor(f"{at}.router.per_expert_scale", (X,))
     yield Weight(f"{to}.gate.scales", (scales,))
-    gates, ups, downs = (
-        [projection(f"{at}.experts.{e}", name, E, inner) for e in range(X)]
-        for name in ("gate", "up", "down")
-    )
-    pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
-    yield Weight(f"{to}.gate_up_proj", pairs, make_slice, slices=X, concat_axis=0)
-    yield Weight(f"{to}.down_proj", tuple(downs), make_slice, slices=X, concat_axis=0)
+    experts = list_projections(f"{at}.experts", range(X), E, inner)
+    yield from stack_experts(to, experts)
