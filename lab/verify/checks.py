@@ -33,11 +33,11 @@ from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, lis
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import advise_install, explain_missing_package
-from mtpbuild.runtime.requests.stats import COLLAPSED
 
 DISTRIBUTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
+COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
 MACHINE_PROMPTS = 4  # the shortest ones, for `check_machine`
 MACHINE_TOKENS = 16  # of each text of `check_machine`
 LACKS_ISA = "; this machine has "  # in the message of plugins/cpu/source/ops.cpp
