@@ -120,8 +120,8 @@ def main(
 # A command has its function's name, except for those whose names are Python's or no words.
 NAMES = {list_engines: "list", remove_engine: "rm", evaluate: "eval"}
 for command in (
-    *(build, refit, recipes, run, serve, list_engines, remove_engine, inspect, bench, verify, report),
-    *(evaluate, diff, study, quantize, tune_head, plan),
+    *(build, refit, recipes, run, serve, list_engines, remove_engine, inspect, bench, verify),
+    *(report, evaluate, diff, study, quantize, tune_head, plan),
 ):
     app.command(NAMES.get(command), cls=Command)(command)
 prefix = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed once.")

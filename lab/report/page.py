@@ -47,7 +47,7 @@ def _name(key: str) -> str:
 
 
 def _show(value: Any) -> Iterator[str]:
-    """Yield a value as HTML: an object as rows, a list of objects, or an object of them, by columns."""
+    """Yield a value as HTML: an object as rows; several objects as rows with the same columns."""
     rows = list(value.items()) if isinstance(value, dict) else []
     if rows and all(isinstance(row, dict) for _, row in rows):
         yield from _show([{"": name, **row} for name, row in rows])

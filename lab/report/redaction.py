@@ -14,7 +14,7 @@ def redact(document: Any, names: Iterable[str | Path]) -> Any:
     texts = {str(name) for name in names} | {Path.home().name, str(Path.home()), str(Path.cwd())}
     longest_first = sorted(filter(None, texts), key=lambda text: (-len(text), text))
     known = "|".join(map(re.escape, longest_first))
-    pattern = re.compile(rf"(?<![\w])(?:{known})(?![\w])")
+    pattern = re.compile(rf"(?<![A-Za-z0-9])(?:{known})(?![A-Za-z0-9])")
 
     def clean(part: Any) -> Any:
         if isinstance(part, dict):

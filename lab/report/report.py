@@ -134,14 +134,15 @@ class Subject:
 
     def list_names(self, request: ReportRequest) -> list[str]:
         """List names and paths that are the user's own, unless they are a recipe's."""
-        source = self.source
+        source, recipe = self.source, find_recipe(self.model)
         places = [self.folder, request.out, request.checkpoint, request.mtp, Path(request.model)]
         places += [] if source is None else [source.folder, source.mtp]
         paths = [path for place in places if place for path in (place, place.absolute())]
         names = {self.model, request.model, read_manifest(self.folder).model.name}
         names |= {str(path) for path in paths} | {path.name for path in paths}
         names |= set() if source is None else {source.name, source.engine}
-        return [name for name in names if name and find_recipe(name) is None]
+        public = set() if recipe is None else {recipe.name, recipe.engine, recipe.repository}
+        return [name for name in names - public if name]
 
 
 def make_report(
@@ -195,7 +196,7 @@ def find_or_build(
     folder = choose_folder(f"{source.engine}_n{nextn}", wanted)
     stages = Stages(watch)
     build(replace(wanted, out=folder), WORKBENCH, stages)
-    report.parts["build_seconds"] = {name: round(s, 1) for name, s in stages.seconds.items()}
+    report.parts["build_seconds"] = sum(stages.seconds.values())
     source = find_source(replace(wanted, nextn=None))
     return Subject(folder, request.model, request.checkpoint, source)
 
@@ -223,8 +224,9 @@ def forecast_model(
     nextn: tuple[int, ...],
     acceptance: tuple[float, ...] | None = None,
 ) -> CpuForecast:
-    flags = {"checkpoint": checkpoint, "acceptance": acceptance}
-    return forecast_cpu(ForecastRequest(model, nextn, **flags))
+    return forecast_cpu(
+        ForecastRequest(model, nextn, acceptance=acceptance, checkpoint=checkpoint)
+    )
 
 
 def describe_work(request: ReportRequest, forecast: CpuForecast, weights: str | None) -> str:

@@ -173,7 +173,8 @@ def verify_by_layers(
         model = plain.load_plain(source, None, read_scheme(build))
         finding = plain.judge_texts(model, prompts, answers, limit)
         return {"verdict": finding.verdict, "detail": finding.detail, **finding.figures}
-    texts = [prompt + answer.token_ids[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
+    pairs = zip(prompts, answers, strict=True)
+    texts = [prompt + answer.token_ids[:-1] for prompt, answer in pairs]
     drafts = bool(config.num_nextn_predict_layers) and config.head is None and build.nextn > 0
     right = list[bool]()
 
@@ -197,7 +198,7 @@ def judge_head(acceptance: Json, verification: Json) -> str | None:
     rates, plain = acceptance["accepted_by_position"], verification.get("plain_first_drafts")
     if not rates or plain is None:
         return None
-    both = f"the engine's first drafts are accepted at {rates[0]:.0%}, the plain model's at {plain:.0%}"
+    both = f"{rates[0]:.0%} of the engine's first drafts are right, {plain:.0%} of the plain model's"
     if rates[0] < plain / 2:
         return f"{both}: the engine drafts worse than its checkpoint; please send this report"
     if rates[0] < SELDOM:

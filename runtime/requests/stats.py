@@ -16,8 +16,8 @@ SELDOM = 0.1  # share of accepted first drafts below which there is a warning
 
 REJECTED = (
     "drafts are seldom accepted: %d of %d first drafts. The output is still right, but drafts only "
-    "cost time. Likely reasons: a head of another model or fine-tune; a head that was quantised too "
-    "coarsely; a head that is read one position off; a repetition penalty; a wrong chat template. "
+    "cost time. Likely reasons: a head of another model or fine-tune; one that was quantised too "
+    "coarsely, or is read one position off; a repetition penalty; a wrong chat template. "
     "`mtpbuild report` compares the head with the plain model's (docs/report.md)"
 )
 

@@ -89,7 +89,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_pat
         assert result.exit_code == 0
         assert result.stdout_bytes == (wanted + "\n").encode()
         assert re.fullmatch(
-            r"drafts: 3 a step, by mtp-eagle\n9 tokens \(length\), [\d.]+ tokens/s, first token \d+ ms, "
+            r"drafts: 3 a step, by mtp-eagle\n"
+            r"9 tokens \(length\), [\d.]+ tokens/s, first token \d+ ms, "
             r"acceptance length 3\.00, per position 0\.67 0\.67 0\.67\n",
             result.stderr,
         )
