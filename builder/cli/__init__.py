@@ -12,7 +12,7 @@ import typer.core
 
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
 from mtpbuild.builder.cli.make import make_engine
-from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
+from mtpbuild.builder.cli.measure import bench, evaluate, report, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.prefix import add_prefix, list_prefixes, remove_prefix
 from mtpbuild.builder.cli.tune import tune_head
@@ -121,7 +121,7 @@ def main(
 NAMES = {list_engines: "list", remove_engine: "rm", evaluate: "eval"}
 for command in (
     *(build, refit, recipes, run, serve, list_engines, remove_engine, inspect, bench, verify),
-    *(evaluate, diff, study, quantize, tune_head, plan),
+    *(report, evaluate, diff, study, quantize, tune_head, plan),
 ):
     app.command(NAMES.get(command), cls=Command)(command)
 prefix = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed once.")

@@ -1,4 +1,4 @@
-"""The commands that measure engines: `bench`, `eval`, `verify` and `study`."""
+"""The commands that measure engines: `bench`, `eval`, `verify`, `report` and `study`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,13 @@ from mtpbuild.runtime.configuration.settings import (
 from mtpbuild.runtime.contract.rules import BUILT_IN
 from mtpbuild.runtime.contract.target_options import list_changed_flags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import drafts_flag, flag, group_flags, output_flag
+from mtpbuild.runtime.flag_groups import (
+    drafts_flag,
+    flag,
+    group_flags,
+    model_flag,
+    output_flag,
+)
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.threads import make_threads_flag
 
@@ -193,6 +199,41 @@ def verify(
     print_result(json, verify.make_verify_json(done), lambda: verify.print_verification(done))
     if done.failed:
         raise typer.Exit(1)
+
+
+@error_line
+@group_flags
+def report(
+    model: Annotated[
+        str, typer.Argument(help="Recipe, folder, GGUF file, OWNER/NAME[:FILE], or an engine.")
+    ],
+    quick: bool = flag(False, "Few and short answers: a model of 4 B in about 10 minutes."),
+    no_hashes: bool = flag(False, "Leave out the hashes of configuration, tokenizer and index."),
+    checkpoint: Path | None = model_flag(
+        None, "Folder with the recipe's weights, or with those that the engine was built of."
+    ),
+    mtp: Path | None = model_flag(None, "File or folder with the MTP head, as of `build`."),
+    weights: str | None = model_flag(
+        None, "Format of the engine's weights, as of `build`. Default: what fits, as of `run`."
+    ),
+    threads: int | None = make_threads_flag(),
+    out: Path = output_flag(Path("report_results"), "Folder for report.json and report.html."),
+) -> None:
+    """Build, check and time a model; write all that helps others into one file (docs/report.md).
+
+    It has no prompts, names or paths, and nothing is sent.
+    """
+    from mtpbuild.lab.report.page import write_report
+    from mtpbuild.lab.report.report import ReportRequest, make_report
+
+    say = partial(typer.echo, err=True)
+    request = ReportRequest(model, checkpoint, mtp, weights, threads, quick, not no_hashes, out)
+    with show_progress("reading the checkpoint") as watch:
+        document = make_report(request, watch, say)
+    write_report(document, out)
+    for problem in document["problems"]:
+        typer.echo(f"note: {problem}")
+    typer.echo(f"wrote {out / 'report.json'} and {out / 'report.html'}")
 
 
 @error_line

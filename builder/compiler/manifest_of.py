@@ -78,7 +78,20 @@ def make_model_info(model: "OpenedModel") -> ModelInfo:
         parameters=model.table.parameters,
         **{name: getattr(model.config, name) for name in FROM_CONFIG},
         **vars(model.ids),
+        head=name_head(model),
     )
+
+
+def name_head(model: "OpenedModel") -> str | None:
+    """Name what can draft, and the file or folder that it was joined from."""
+    config, place = model.config, model.source.mtp
+    if config.head is not None:
+        name = config.head.title
+    elif count := config.num_nextn_predict_layers:
+        name = "its MTP module" if count == 1 else f"its {count} MTP modules"
+    else:
+        return None
+    return name if place is None else f"{name} from {place.name}"
 
 
 def make_build_info(plans: Plans, out: Path, model: "OpenedModel", exact: bool | None) -> BuildInfo:

@@ -18,7 +18,7 @@ from mtpbuild.runtime.limits import SYSTEM, measure_limits, read_cpu_name, read_
 READ = 1 << 28  # bytes, more than caches hold
 # Those that our CPU kernels are compiled for, as Linux names them; processors of one name differ.
 INSTRUCTIONS = ("avx2", "avx_vnni", "avx512_vnni", "asimddp")
-PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
+PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy", "torch")
 
 
 def describe_machine(threads: int | None) -> dict[str, Any]:

@@ -33,11 +33,11 @@ from mtpbuild.runtime.contract.rules import explain_missing_rule, find_rule, lis
 from mtpbuild.runtime.contract.settings import MAX_LOGPROBS
 from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import advise_install, explain_missing_package
-from mtpbuild.runtime.requests.stats import COLLAPSED
 
 DISTRIBUTION_PROMPTS = 4
 P_VALUE = 1e-6  # a correct engine falls below it once in a million runs
 LEAST_DRAFTS = 100  # drafts; the acceptance rate of fewer is too uncertain
+COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
 MACHINE_PROMPTS = 4  # the shortest ones, for `check_machine`
 MACHINE_TOKENS = 16  # of each text of `check_machine`
 LACKS_ISA = "; this machine has "  # in the message of plugins/cpu/source/ops.cpp
@@ -70,13 +70,19 @@ def check_plain_text(case: VerifyCase) -> Finding:
     if manifest.build.calibrated is not None:
         raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
     source = find_checkpoint(case)
-    from mtpbuild.lab.verify.plain import judge_texts, load_plain
+    from mtpbuild.lab.verify import plain
 
-    scheme = read_scheme(manifest.build)
-    plain = load_plain(source, read_layers(manifest), scheme)
-    return judge_texts(
-        plain, case.prompts, case.greedy, ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
-    )
+    layers, scheme = read_layers(manifest), read_scheme(manifest.build)
+    limit = ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
+    config, view = plain.open_view(source, layers, scheme)
+    if not plain.has_lone_layers(config):
+        check_size(manifest)
+        model = plain.load_plain(source, layers, scheme)
+        return plain.judge_texts(model, case.prompts, case.greedy, limit)
+    pairs = zip(case.prompts, case.greedy, strict=True)
+    texts = [prompt + text.token_ids[:-1] for prompt, text in pairs]
+    logits = (logits for logits, _ in plain.run_by_layers(config, view, texts))
+    return plain.judge_logits(logits, case.prompts, case.greedy, limit)
 
 
 def check_quality(case: VerifyCase) -> Finding:
@@ -85,6 +91,7 @@ def check_quality(case: VerifyCase) -> Finding:
     build = manifest.build
     if build.quantised_to is None:
         raise NotChecked("the build quantised no weights")
+    check_size(manifest)
     source = find_checkpoint(case)
     layers = read_layers(manifest)
     from mtpbuild.lab.verify.plain import load_plain
@@ -116,9 +123,6 @@ def check_quality(case: VerifyCase) -> Finding:
 def find_checkpoint(case: VerifyCase) -> Path:
     """Return the checkpoint's folder; raise NotChecked if the plain model can't be loaded."""
     manifest = case.engine.manifest
-    model = manifest.model
-    if model.parameters > PLAIN_LIMIT:
-        raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
     missing = f"PyTorch is not installed: {advise_install('build')}"
     with explain_missing(manifest, "--model", missing):
         source = find_model(
@@ -128,6 +132,12 @@ def find_checkpoint(case: VerifyCase) -> Path:
         with explain_missing_package("a comparison with the reference", "build", "torch"):
             from mtpbuild.lab.verify import plain  # noqa: F401  # it imports torch
     return source.folder
+
+
+def check_size(manifest: Manifest) -> None:
+    """Raise NotChecked if a whole model in fp32 is too large."""
+    if (count := manifest.model.parameters) > PLAIN_LIMIT:
+        raise NotChecked(f"{count:,} parameters are too many for the plain model")
 
 
 @contextmanager

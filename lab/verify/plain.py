@@ -1,15 +1,21 @@
 """Judgement of texts by the plain PyTorch model: whole sequences, no caches, no drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
+from mtpbuild.builder.models.common.copies import HEAD
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.quantised_view import requantise
+from mtpbuild.builder.stages import Watch, ignore
+from mtpbuild.builder.weights.checkpoint import Checkpoint
+from mtpbuild.builder.weights.head import open_slice, read_head_config
+from mtpbuild.builder.weights.layer_passes import StreamedModel
+from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
 from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
 from mtpbuild.lab.measure.compare import (
     LARGEST_DIFFERENCE,
@@ -28,19 +34,74 @@ def load_plain(
 
     layers: the main layers to keep. scheme: how to quantise the weights before dequantising them.
     """
-    config = load_config(folder)
-    if layers is not None:
-        config = layers.of(config)
-    stored = open_slice(folder, layers)
+    config, view = open_view(folder, layers, scheme)
     family = find_family_of(config)
-    config = stored.settle(config)
-    table, read = stored.check(config), stored.read
-    if scheme is not None and scheme != IN_FLOATS:
-        read = requantise(stored, config, scheme, table.stored.values()).read
     model, same = family.reference(config), family.duplicates(config)
-    weights = {name: read(same.get(name, name)) for name in model.state_dict()}
+    weights = {name: view.read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+def open_view(
+    folder: Path,
+    layers: LayersSlice | None = None,
+    scheme: Scheme | None = None,
+    mtp: Path | None = None,
+) -> tuple[ModelConfig, Checkpoint | QuantisedView]:
+    """Open a checkpoint, and the head that is joined from `mtp`; see `load_plain`."""
+    config = load_config(folder)
+    if mtp is not None:
+        config = read_head_config(mtp, folder, config)
+    if layers is not None:
+        config = layers.of(config)
+    stored = open_slice(folder, layers, mtp)
+    config = stored.settle(config)
+    table = stored.check(config)
+    if scheme is None or scheme == IN_FLOATS:
+        return config, stored
+    return config, requantise(stored, config, scheme, table.stored.values())
+
+
+def has_lone_layers(config: ModelConfig) -> bool:
+    """Return whether the layers of a model can run one by one."""
+    with torch.device("meta"):
+        return find_family_of(config).reference(config).has_lone_layers
+
+
+@torch.no_grad()
+def run_by_layers(
+    config: ModelConfig,
+    view: Checkpoint | QuantisedView,
+    texts: Sequence[list[int]],
+    *,
+    drafts: bool = False,
+    watch: Watch = ignore,
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield each text's logits [T, V] and, with `drafts`, what MTP module 1 drafts at [T - 1].
+
+    All texts run through each layer once, and only that layer is in memory; in the end the head.
+    """
+    batches = [torch.tensor([text]) for text in texts]
+    model, L = StreamedModel(view, config, batches), config.num_hidden_layers
+    plain, hidden = model.plain, list[Tensor]()
+    for i, layer in enumerate(plain.model.layers[:L]):
+        watch(f"plain model, layer {i + 1} of {L}")
+        with model.loaded(layer):
+            hidden = [model.run_layer(i, x) for x in model.inputs(i, hidden)]
+    hidden, predicted = [*model.run_norm(hidden)], list[Tensor]()
+    with ExitStack() as stack:
+        stack.enter_context(model.loaded(plain.model.norm))
+        if drafts:
+            stack.enter_context(model.loaded(plain.module(1)))
+            pairs = zip(batches, hidden, strict=True)
+            predicted = [plain.mtp(1, tokens[:, 1:], x[:, :-1]) for tokens, x in pairs]
+        same = model.family.duplicates(config)
+        plain.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        weight = {"weight": view.read(same.get(HEAD, HEAD))}
+        plain.lm_head.load_state_dict(weight, assign=True)
+        for number, x in enumerate(hidden):
+            drafted = plain.draft_logits(1, predicted[number])[0].argmax(-1) if drafts else None
+            yield plain.logits(x)[0], drafted
 
 
 @torch.no_grad()
@@ -50,15 +111,30 @@ def judge_texts(
     played: Sequence[TimedAnswer],
     max_difference: float = LARGEST_DIFFERENCE,
 ) -> Finding:
+    """Check texts by a model that is in memory (`judge_logits`)."""
+    pairs = zip(prompts, played, strict=True)
+    texts = (torch.tensor([prompt + text.token_ids[:-1]]) for prompt, text in pairs)
+    logits = (model.logits(model.main(tokens))[0] for tokens in texts)
+    return judge_logits(logits, prompts, played, max_difference)
+
+
+@torch.no_grad()
+def judge_logits(
+    logits_of_texts: Iterable[Tensor],
+    prompts: Sequence[list[int]],
+    played: Sequence[TimedAnswer],
+    max_difference: float = LARGEST_DIFFERENCE,
+) -> Finding:
     """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
-    max_difference: how far log-probabilities may differ.
+    logits_of_texts: [T, V] of each prompt and its text but for the last token. max_difference: how
+    far log-probabilities may differ.
     """
     differences = list[float]()
     gaps = []
-    for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
-        known = torch.tensor([prompt + text.token_ids[:-1]])
-        logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
+    triples = zip(prompts, played, logits_of_texts, strict=True)
+    for number, (prompt, text, whole) in enumerate(triples):
+        logits = whole[len(prompt) - 1 :]  # [tokens, V]
         chosen = torch.tensor(text.token_ids)[:, None]
         logprobs = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
         differences += (logprobs - torch.tensor(text.logprobs)).abs().tolist()

@@ -49,6 +49,7 @@ def converse(
     conversation = Conversation(
         engine, params, answer, print_dimmed, system=system, options=options
     )
+    print_dimmed(engine.manifest.drafting)
     session = make_session(open_history(find_history_path()))
     with contextlib.suppress(EOFError):
         while True:

@@ -59,6 +59,7 @@ def answer_file(
 ) -> None:
     """Answer a file's requests in their order."""
     requests = read_requests(path, engine, params, check=True)
+    print_dimmed(engine.manifest.drafting)
     for request, result in generate_all(engine, requests, trace):
         if json:
             print(write_json_line(request.task_id, result), flush=True)
@@ -71,7 +72,9 @@ def answer_prompt(
     engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
     if json:
-        print(write_json_line(0, engine.generate(prompt, params, observer=trace)), flush=True)
+        with engine.stream(prompt, params, observer=trace) as stream:
+            print_dimmed(engine.manifest.drafting)
+            print(write_json_line(0, stream.result()), flush=True)
     else:
         stream_answer(engine, prompt, params, trace)
 
@@ -82,6 +85,7 @@ def stream_answer(
     """Stream the text to standard output, then print the summary to standard error."""
     colour = has_colour(sys.stdout)
     with engine.stream(prompt, params, observer=observer) as stream:
+        print_dimmed(engine.manifest.drafting)
         if colour and isinstance(prompt, str):
             print(dim(prompt, colour), end="")
         for chunk in stream:

@@ -81,6 +81,8 @@ class ModelInfo(_Record):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     thinking_token_ids: tuple[int, int] | None = None  # as <think> and </think>, if it has them
+    # What can draft, such as "its MTP module". None: nothing, or an engine of an older mtpbuild.
+    head: str | None = None
 
 
 class BuildInfo(_Record):
@@ -242,6 +244,16 @@ class Manifest(_Record):
         """The model's name without the suffix for a range of layers."""
         layers = self.build.layers
         return self.model.name.removesuffix(f"-layers{layers}") if layers else self.model.name
+
+    @property
+    def drafting(self) -> str:
+        """A line that says whether drafts are made, and by what head."""
+        build, model = self.build, self.model
+        if build.drafter in (None, "none"):
+            built = "it was built for none" if model.num_nextn_predict_layers else "it has no head"
+            return f"no drafts: {built}"
+        head = f", {model.head}" if model.head else ""
+        return f"drafts: {build.drafts} a step, by {build.drafter}{head}"
 
     @property
     def split(self) -> bool:

@@ -75,7 +75,7 @@ class Loop:
         self.num_requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' included -> steps
         self._tokens_now = 0  # the same number for the current step
-        self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
+        self._watch = AcceptanceWatch(quiet=build.drafter == "none")
         self._launcher = StepLauncher()
         if build.adaptive:
             self._launcher = AdaptiveNextn(build.nextn, step_times)
@@ -194,7 +194,8 @@ class Loop:
         count, row = request.params.logprobs, np.s_[slot, : len(tokens)]
         logprobs = () if count is None else _list_alternatives(tokens, output, row, count)
         accepted, drafted = len(tokens) - 1, int(output.num_drafts[slot])
-        self._watch.add(accepted, drafted)
+        if not request.params.synthetic and request.params.temperature <= 1:
+            self._watch.add(accepted, drafted)
         self._tokens_now += request.receive(tokens, drafted, logprobs, self.acceptance)
         self._launcher.add(request, accepted, drafted)
         if self.prefix_cache is not None:

@@ -9,14 +9,16 @@ a part of its last step; `compute_acceptance_length` counts the tokens that were
 import logging
 from dataclasses import dataclass, field
 
-WATCHED_STEPS = 200
-COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
+# Steps with drafts, and their drafts, after which acceptance is judged: by the first draft of each
+# step, as later ones depend on it. With more than four drafts a step, 200 would be few steps.
+WATCHED_STEPS, WATCHED_DRAFTS = 50, 200
+SELDOM = 0.1  # share of accepted first drafts below which there is a warning
 
 REJECTED = (
-    "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
-    "MTP only costs time. Likely causes: MTP weights missing, damaged or of another model; a wrong "
-    "chat template; text of a kind that the model does not know; too coarse a quantisation. "
-    "Compare with an engine built with nextn 0."
+    "drafts are seldom accepted: %d of %d first drafts. The output is still right, but drafts only "
+    "cost time. Likely reasons: a head of another model or fine-tune; one that was quantised too "
+    "coarsely, or is read one position off; a repetition penalty; a wrong chat template. "
+    "`mtpbuild report` compares the head with the plain model's (docs/report.md)"
 )
 
 log = logging.getLogger("mtpbuild")
@@ -123,19 +125,21 @@ class AcceptanceCounter:
 
 
 class AcceptanceWatch:
-    """A watch that warns once if hardly any draft is accepted; the text would not show it."""
+    """A watch that warns once if drafts are seldom accepted; the text would not show it."""
 
-    def __init__(self, nextn: int) -> None:
-        self._quiet = nextn == 0
-        self._recent = AcceptanceCounter(nextn)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._accepted = self._steps = self._drafts = 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """Count a decode step; check the acceptance every WATCHED_STEPS steps."""
-        if self._quiet:
+        """Count a decode step; judge the acceptance after enough drafts, then count anew."""
+        if self._quiet or drafted == 0:
             return
-        self._recent.add(accepted, drafted)
-        if self._recent.steps == WATCHED_STEPS:
-            if self._recent.accepted < COLLAPSED * self._recent.drafted:
+        self._accepted += accepted > 0
+        self._steps += 1
+        self._drafts += drafted
+        if self._steps >= WATCHED_STEPS and self._drafts >= WATCHED_DRAFTS:
+            if self._accepted < SELDOM * self._steps:
                 self._quiet = True
-                log.warning(REJECTED, self._recent.accepted, self._recent.drafted, WATCHED_STEPS)
-            self._recent = AcceptanceCounter(len(self._recent.histogram) - 1)
+                log.warning(REJECTED, self._accepted, self._steps)
+            self._accepted = self._steps = self._drafts = 0

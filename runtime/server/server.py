@@ -122,6 +122,8 @@ async def _serve(services: Services, address: Address, sock: socket.socket) -> N
         await serving
     with contextlib.closing(services):
         loading.result()
+        for service in services.all:
+            print(f"{service.model}: {service.manifest.drafting}", file=sys.stderr)
         names = ", ".join(service.model for service in services.all)
         print(f"serving {names} on {_make_url(sock)}", file=sys.stderr, flush=True)
         watching = asyncio.create_task(services.watch())

@@ -1,13 +1,25 @@
 """Acceptance statistics against vLLM's formulas."""
 
 import logging
+from typing import Any
 
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.requests.stats import AcceptanceCounter, RequestMetrics, SpeculativeDecoding
+from mtpbuild.runtime.requests.stats import (
+    AcceptanceCounter,
+    AcceptanceWatch,
+    RequestMetrics,
+    SpeculativeDecoding,
+)
 from mtpbuild.runtime.requests.totals import RequestTotals
 from tests.support.fakes import FakePrograms, fake_engine, fake_manifest
+
+SYNTHETIC = {
+    "acceptance": "rejection",
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.0, 0.0],
+}
 
 
 def test_formulas() -> None:
@@ -75,12 +87,58 @@ def test_sums_of_sizes_and_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nextn", "right", "warnings"), [(2, False, 1), (2, True, 0), (0, True, 0)]
+    ("nextn", "right", "settings", "warnings"),
+    [
+        (2, False, {}, 1),
+        (2, True, {}, 0),
+        (0, True, {}, 0),
+        (2, False, {"temperature": 0.9}, 1),
+        (2, False, {"temperature": 1.1}, 0),
+        (2, False, SYNTHETIC, 0),
+    ],
 )
-def test_collapsed_acceptance_is_said_once(
-    nextn: int, right: bool, warnings: int, caplog: pytest.LogCaptureFixture
+def test_rejected_drafts_are_said_once(
+    nextn: int,
+    right: bool,
+    settings: dict[str, Any],
+    warnings: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine, _ = fake_engine(nextn=nextn, max_seq_len=2000, draft_is_right=lambda position: right)
     with caplog.at_level(logging.WARNING):
-        engine.generate([5], SamplingParams(max_tokens=1500))
-    assert len([r for r in caplog.records if "not being accepted" in r.message]) == warnings
+        engine.generate([5], SamplingParams(max_tokens=1500, **settings))
+    assert len([r for r in caplog.records if "seldom accepted" in r.message]) == warnings
+
+
+def test_when_drafts_count_as_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    """After 200 drafts in 50 steps or more, of which a tenth had a right first draft."""
+
+    def watch(drafted: int, steps: int, right: int, undrafted: int = 0) -> int:
+        """Return the warnings after steps, the first `right` of which had a right first draft."""
+        caplog.clear()
+        watched = AcceptanceWatch()
+        for step in range(steps):
+            watched.add(int(step < right), drafted)
+            for _ in range(undrafted):
+                watched.add(0, 0)
+        return len(caplog.records)
+
+    assert watch(1, 199, 0) == 0
+    assert watch(1, 200, 19) == 1
+    assert watch(1, 200, 20) == 0
+    assert watch(1, 27, 0, undrafted=20) == 0, "an adaptive engine that seldom tries"
+    assert watch(2, 100, 9) == 1
+    assert watch(15, 49, 0) == 0
+    assert watch(15, 50, 4) == 1
+    assert watch(1, 400, 20) == 1, "each 200 are judged anew"
+    assert watch(1, 1000, 0) == 1, "one warning a load"
+
+
+def test_the_drafts_of_a_first_line() -> None:
+    drafting = fake_manifest(nextn=3).drafting
+    assert drafting == "drafts: 3 a step, by mtp-eagle"
+    plain = fake_manifest(nextn=0)
+    assert plain.drafting == "no drafts: it was built for none"
+    model = plain.model.model_copy(update={"num_nextn_predict_layers": 0})
+    headless = plain.model_copy(update={"model": model})
+    assert headless.drafting == "no drafts: it has no head"
