@@ -117,11 +117,3 @@ class Compressor(nn.Module):
             self.eps,
         )
         return {COMPRESSED: compressed, OPEN: opened}
-
-    def read(self, cache: Tensor) -> list[Tensor]:
-        """Return the rows [B, n, D] of a cache, and with an indexer its keys."""
-        r, g = self.ratio, self.group
-        count = cache.shape[2] // r
-        at = torch.arange(count, device=cache.device)[:, None] * r + torch.arange(r - g, r)
-        rows = cache[:, 0].index_select(1, at.flatten()).reshape(-1, count, g * cache.shape[3])
-        return [*rows[..., : sum(self.widths)].split(self.widths, dim=-1)]
