@@ -87,8 +87,8 @@ class StreamAttention(nn.Module):
     ) -> Tensor:
         """Attend from x and the queries' latent [B, T, ..]; return [B, T, E].
 
-        fresh [B, 1, F, D]: the rows from the base on, also in the caches if they are written. Query t
-        has position base + first [B] + t.
+        fresh [B, 1, F, D]: the rows from the base on, also in the caches if they are written.
+        Query t has position base + first [B] + t.
         """
         c, rule = self.config, self.compressor
         cos, sin = self.angles(rows)

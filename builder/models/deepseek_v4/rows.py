@@ -71,20 +71,6 @@ def count_made(tokens: int, r: int) -> int:
     return tokens // r + 2
 
 
-def read_ring(cache: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [B, .., C] of positions at [B, ..] in a ring [B, 1, S, C].
-
-    Position p is in row p % S; of those before 0 any row is returned.
-    """
-    return read_rows(cache, at.clamp(min=0) % cache.shape[2])
-
-
-def read_rows(cache: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [B, .., C] with the numbers at [B, ..] in a cache [B, 1, S, C]."""
-    slots = torch.arange(at.shape[0], device=at.device).reshape(-1, *(1 for _ in at.shape[1:]))
-    return cache[:, 0][slots, at]
-
-
 class Compressor(nn.Module):
     """The making of compressed rows from the projections of the tokens around them.
 

@@ -236,8 +236,9 @@ struct Route : FloatOperator {
       Tensor ids = call.input(3);
       tokens = ids.data<int64_t>();
       vocabulary = given.rank() == 2 ? given.shape[0] : 0;
-      REQUIRE(count > 0 && given.is({vocabulary, count}) && ids.count() == logits.rows(), name,
-              "a table " + given.text() + " for tokens " + ids.text());
+      REQUIRE(count > 0 && given.is({vocabulary, count}) && logits.rank() > 0 &&
+                  ids.count() == logits.rows(),
+              name, "a table " + given.text() + " for tokens " + ids.text());
     }
     // Returns the ids of token m, or null without a table.
     const float* row(int64_t m, int64_t all) const {
