@@ -17,6 +17,7 @@ from mtpbuild.builder.models.deepseek_v4.rows import (
     Angles,
     Compressor,
     StreamPositions,
+    read_rows,
     rotate_end,
 )
 from mtpbuild.builder.models.deepseek_v4.streams import norm_plainly
@@ -101,12 +102,8 @@ class StreamAttention(nn.Module):
         near [B, W - 1 + F, D]: the rows from position base - (W - 1) on. compressed: the cache of
         compressed rows. Query t has position base + first [B] + t.
         """
-        c = self.config
-        H, D, W = c.num_attention_heads, c.head_dim, c.sliding_window
-        angles = self.angles(rows)
-        q = (latent @ self.q_b_proj).unflatten(-1, (H, D))
-        q = rotate_end(norm_plainly(q, c.rms_norm_eps), *angles).transpose(1, 2)
-        later = first[:, None] + torch.arange(q.shape[2], device=first.device)  # [B, T]
+        W, angles = self.config.sliding_window, self.angles(rows)
+        later = first[:, None] + torch.arange(x.shape[1], device=first.device)  # [B, T]
         at = torch.arange(near.shape[1], device=first.device) - (W - 1)
         ahead = later[..., None] - at  # [B, T, rows]
         seen = (ahead >= 0) & (ahead < W) & (rows.base[:, None, None] + at >= 0)
@@ -118,6 +115,27 @@ class StreamAttention(nn.Module):
             if self.indexer is not None:
                 chosen = self.indexer.choose(x, latent, index[0], chosen, angles)
             keys, seen = torch.cat([near, entries], dim=1), torch.cat([seen, chosen], dim=-1)
+        return self.weigh(latent, angles, keys, seen)
+
+    def attend_block(
+        self, latent: Tensor, rows: StreamPositions, cache: Tensor, fresh: Tensor
+    ) -> Tensor:
+        """Attend from a block to W rows of the cache before the base and to the fresh rows.
+
+        All tokens see the same rows: fresh [B, T, D] are the block's own.
+        """
+        W = self.config.sliding_window
+        before = rows.base[:, None] + torch.arange(-W, 0, device=rows.base.device)
+        near = cast(read_rows(cache, before.clamp(min=0)), fresh.dtype)
+        seen = torch.cat([before >= 0, torch.ones_like(fresh[..., 0], dtype=torch.bool)], dim=1)
+        keys = torch.cat([near, fresh], dim=1)
+        return self.weigh(latent, self.angles(rows), keys, seen[:, None])
+
+    def weigh(self, latent: Tensor, angles: Angles, keys: Tensor, seen: Tensor) -> Tensor:
+        """Weigh the rows keys [B, n, D] that are seen [B, T, n]; return [B, T, E]."""
+        c, (H, D) = self.config, (self.config.num_attention_heads, self.config.head_dim)
+        q = (latent @ self.q_b_proj).unflatten(-1, (H, D))
+        q = rotate_end(norm_plainly(q, c.rms_norm_eps), *angles).transpose(1, 2)
         scores = (q @ keys[:, None].mT) * D**-0.5
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
         sinks = self.sinks[:, None, None].expand(*scores.shape[:3], 1)

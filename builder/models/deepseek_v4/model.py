@@ -226,8 +226,12 @@ class DeepseekV4(CausalLM):
         self.hc_head = StreamHead(c)
 
     def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
-        x, updates = self.run(tokens, state, rows, len(self.layers))
-        return x.flatten(2), updates
+        taps = list[Tensor]()
+        x, updates = self.run(tokens, state, rows, len(self.layers), taps)
+        streams = x.flatten(2)
+        if self.join_taps is None:
+            return streams, updates
+        return torch.cat([streams, self.join_taps(taps, streams)], dim=-1), updates
 
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         last = len(self.layers) - 1
@@ -239,14 +243,28 @@ class DeepseekV4(CausalLM):
         return updates
 
     def run(
-        self, tokens: Tensor, state: State, rows: Positions, count: int
+        self,
+        tokens: Tensor,
+        state: State,
+        rows: Positions,
+        count: int,
+        taps: list[Tensor] | None = None,
     ) -> tuple[Tensor, StateUpdates]:
-        """Run the first `count` layers on tokens [B, T]."""
+        """Run the first `count` layers on tokens [B, T].
+
+        taps: gets the means [B, T, E] of the streams that enter the layers that a head reads.
+        """
         x = self.embed(tokens)[..., None, :].expand(-1, -1, self.config.hc_mult, -1)
         updates = StateUpdates()
+        means = dict[int, Tensor]()
         for i in range(count):
+            if i in self.taps:
+                means[i] = x.mean(2)
             x, new = self.layers[i](x, tokens, self.read_states(i, state), rows)
             updates.written.update(name_states(new, i))
+        if taps is not None:
+            means[count] = x.mean(2)
+            taps += [means[i] for i in self.taps]
         return x, updates
 
     def read_states(self, layer: int, state: State) -> State:
@@ -259,6 +277,7 @@ class DeepseekV4(CausalLM):
         return state[name_layer_state(COMPRESSED, layer)].shape[2]
 
     def logits(self, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
+        hidden = hidden[..., : self.config.hc_mult * self.config.hidden_size]
         return self.head(self.norm(self.hc_head(hidden)), self.lm_head, gather)
 
 
