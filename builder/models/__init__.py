@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,10 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
             family = find_family(raw)
             if modules is not None:
                 return family.config.parse(set_modules(family, raw, modules))
-            stored = read_stored_names(folder, family.renames)
-            return family.config.parse(with_modules(family, raw, stored))
+            names = read_stored_names(folder, family.renames)
+            config = family.config.parse(with_modules(family, raw, names))
+            head = family.find_head(config, raw, names)
+            return replace(config, num_nextn_predict_layers=1, head=head) if head else config
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

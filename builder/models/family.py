@@ -1,12 +1,12 @@
 """The interface of a model architecture: all that the rest of the builder needs from it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.checkpoint.config import HEAD, ModelConfig
+from mtpbuild.builder.checkpoint.config import HEAD, HeadConfig, ModelConfig
 from mtpbuild.builder.checkpoint.text_model import Renames
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
@@ -110,6 +110,11 @@ class Family:
     # Whether each main layer needs only what the one before it returned.
     runs_by_layer: Callable[[Any], bool] = lambda c: True
     renames: Renames = ()  # of weights that a publisher names otherwise than transformers
+    # The head among a checkpoint's tensors that drafts in place of modules, if there is one, by the
+    # trunk's configuration, config.json and the tensors' names.
+    find_head: "Callable[[Any, Mapping[str, Any], Collection[str]], HeadConfig | None]" = (
+        lambda c, raw, names: None
+    )
     # Whether a checkpoint may hold a tensor that no engine reads, by its name.
     leaves_out: Callable[[Any, str], bool] = lambda c, name: False
 
@@ -131,7 +136,7 @@ class Family:
         rows = [(width, self.cache_sections(c, layer)) for layer, width in widths]
         if isinstance(head := c.head, GroupedConfig):
             width = 2 * head.num_key_value_heads * head.head_dim
-            rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]
+            rows[c.num_hidden_layers :] = [(width, (head.head_dim,))] * head.cached_layers
         return rows
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
-from mtpbuild.runtime.contract.drafters import ASSISTANT, EAGLE, VANILLA, find_drafter
+from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK_HEAD, EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
@@ -143,9 +143,10 @@ def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
-def count_drafts(nextn: Nextn) -> int:
+def count_drafts(config: ModelConfig, nextn: Nextn) -> int:
     """Return the most drafts of a step."""
-    return ADAPTIVE_NEXTN if nextn == "auto" else nextn
+    most = config.head.most_drafts if config.head else ADAPTIVE_NEXTN
+    return min(ADAPTIVE_NEXTN, most) if nextn == "auto" else nextn
 
 
 def choose_drafter(
@@ -163,19 +164,25 @@ def choose_drafter(
                 "drafts"
             )
         asked = asked or (config.head.drafter if config.head else EAGLE)
-    nextn = count_drafts(nextn)
+    nextn = count_drafts(config, nextn)
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
     if head := config.head:
-        if asked in (EAGLE, VANILLA, ASSISTANT) and asked != head.drafter:
+        if asked in (EAGLE, VANILLA, ASSISTANT, BLOCK_HEAD) and asked != head.drafter:
             raise UsageError(f"--drafter {asked}: {head.title} drafts by {head.drafter}")
         chosen = asked or head.drafter
+        if chosen == head.drafter and nextn > head.most_drafts:
+            raise UsageError(
+                f"--nextn {nextn}: a block of this head has at most {head.most_drafts} drafts"
+            )
     else:
         chosen = asked or (VANILLA if modules >= nextn else EAGLE)
         if chosen == ASSISTANT:
             raise UsageError(f"--drafter {ASSISTANT}: join Gemma-4's assistant with --mtp")
+        if chosen == BLOCK_HEAD:
+            raise UsageError(f"--drafter {BLOCK_HEAD}: join a DFlash or DSpark head with --mtp")
     needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(
@@ -196,14 +203,24 @@ def count_modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
+def count_cached_layers(config: ModelConfig, drafter: DrafterName | None, nextn: int) -> int:
+    """Return how many layers of modules, or of a head, have cache rows."""
+    layers = config.head.cached_layers if config.head else 1
+    return count_modules_in_use(drafter, nextn) * layers
+
+
+def name_drafter_rows(plan: Plan) -> list[str]:
+    """Return the names of the cache rows that the drafter's modules keep."""
+    count = count_cached_layers(plan.config, plan.drafter, plan.nextn)
+    return [name_module_rows(j) for j in range(count)]
+
+
 def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Return the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     family, L = find_family_of(c), c.num_hidden_layers
     owners = [(name_layer_rows(i), f"layers.{i}") for i in range(L)]
-    owners += [
-        (name_module_rows(j), f"mtp.{j}") for j in range(count_modules_in_use(plan.drafter, K))
-    ]
+    owners += [(name, f"mtp.{j}") for j, name in enumerate(name_drafter_rows(plan))]
     rows, dtype = family.list_rows(c, plan.ranks), plan.style.cache_dtype or plan.dtype
     widths = [count_int8_width(*row) if dtype == "int8" else row[0] for row in rows]
     windows = [*family.windows(c), *[0] * len(owners)]

@@ -224,9 +224,7 @@ def forecast_model(
     nextn: tuple[int, ...],
     acceptance: tuple[float, ...] | None = None,
 ) -> CpuForecast:
-    return forecast_cpu(
-        ForecastRequest(model, nextn, acceptance=acceptance, checkpoint=checkpoint)
-    )
+    return forecast_cpu(ForecastRequest(model, nextn, acceptance=acceptance, checkpoint=checkpoint))
 
 
 def describe_work(request: ReportRequest, forecast: CpuForecast, weights: str | None) -> str:

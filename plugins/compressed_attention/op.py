@@ -82,6 +82,8 @@ def compressed_attention(
     q = q.unflatten(-1, (H, D))
     q = rotate_end(F.rms_norm(q, (D,), q.new_ones(D), eps), cos, sin).transpose(1, 2)
     position = place_tokens(base, first, q.shape[2])
+    if not written:  # there are no rows after the fresh ones
+        position = position.minimum(base[:, None] + (fresh.shape[2] - 1))
     before = base[:, None] + torch.arange(1 - window, 0, device=base.device)
     places = before.clamp(min=0)
     if isinstance(S, int):  # else a cache of all positions

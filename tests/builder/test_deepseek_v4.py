@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_chunks_are_the_plain_model(spelling: dict[str, Any], tmp_path: Path) ->
 
 
 @torch.no_grad()
-def draft(plain: Any, tokens: list[int]) -> list[Tensor]:
+def draft_in_chain(plain: Any, tokens: list[int]) -> list[Tensor]:
     """Return the logits [V] of each draft after tokens, from scratch."""
     known = torch.tensor([tokens])
     following, hidden = known[:, 1:], plain.main(known[:, :-1])
@@ -97,6 +98,12 @@ def draft(plain: Any, tokens: list[int]) -> list[Tensor]:
 
 
 @torch.no_grad()
+def draft_block(plain: Any, tokens: list[int]) -> list[Tensor]:
+    logits: list[Tensor] = plain.draft_block(tokens, NEXTN)
+    return logits
+
+
+@torch.no_grad()
 def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         logits = plain.logits(plain.main(torch.tensor([tokens])))
@@ -104,12 +111,13 @@ def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
+def check_drafts(model: Any, plain: Any, steps: int = 9, drafter: str = "mtp-eagle") -> None:
     """Check every step's tokens and drafts, with each number of accepted drafts.
 
     Rows of 4 tokens close at every place of a window, whose drafts are rejected at every place.
     """
-    plan, rng = Plan(model.config, NEXTN, "mtp-eagle", 1, 200, CHUNK), np.random.default_rng(0)
+    plan, rng = Plan(model.config, NEXTN, drafter, 1, 200, CHUNK), np.random.default_rng(0)
+    draft = draft_block if drafter == "mtp-block" else draft_in_chain
     for length in (2, 13, 45):
         prompt = rng.integers(0, 60, length).tolist()
         truth = continue_plainly(plain, prompt, steps * (NEXTN + 1))
@@ -121,6 +129,55 @@ def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
 def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
     save(tmp_path)
     check_drafts(load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path))
+
+
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=FULL)])
+def test_a_block_is_the_plain_models(native: bool, tmp_path: Path) -> None:
+    """DSpark's drafts, after prompts of less and more than a window."""
+    save(tmp_path, stages=2, native=native)
+    model, plain = load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path)
+    check_drafts(model, plain, 5, "mtp-block")
+
+
+def place_one_late(model: Any) -> None:
+    """Give a block the angles of the places after its own."""
+    head, rope = model.mtp[0], model.rope
+    run = head.forward
+
+    def late(x: Tensor, state: Any, rows: Any) -> Tensor:
+        later = rope(rows.positions[:, 0] + 1, rows.positions.shape[1])
+        return run(x, state, replace(rows, cos=later.cos, sin=later.sin))  # type: ignore[no-any-return]
+
+    head.forward = late
+
+
+def write_one_early(model: Any) -> None:
+    head = model.mtp[0]
+    write = head.write
+    head.write = lambda context, *others: write(context.roll(-1, 1), *others)
+
+
+def see_one_row_less(model: Any) -> None:
+    for layer in model.mtp[0].layers:
+        layer.self_attn.config = replace(layer.self_attn.config, sliding_window=7)
+
+
+def bias_by_the_mask(model: Any) -> None:
+    head = model.mtp[0]
+    add = head.add_bias
+    head.add_bias = lambda model, logits, token: add(model, logits, torch.full_like(token, 59))
+
+
+OF_BLOCKS = place_one_late, write_one_early, see_one_row_less, bias_by_the_mask
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=FULL) for fault in OF_BLOCKS])
+def test_faults_of_blocks_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
+    save(tmp_path, stages=2)
+    model = load_model(tmp_path, load_config(tmp_path))
+    fault(model)
+    with pytest.raises(AssertionError, match="drafts differ"):
+        check_drafts(model, load_plain(tmp_path), 5, "mtp-block")
 
 
 def join_one_late(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -165,11 +222,15 @@ def test_planted_faults_are_seen(
         check_drafts(model, load_plain(tmp_path))
 
 
-@pytest.mark.parametrize("nextn", [NEXTN, pytest.param(0, marks=FULL)])
+ENGINES = [(NEXTN, 0), *(pytest.param(*case, marks=FULL) for case in ((0, 0), (5, 2), ("auto", 2)))]
+
+
+@pytest.mark.parametrize(("nextn", "stages"), ENGINES)
 @torch.no_grad()
-def test_engines_continue_as_transformers(nextn: int, tmp_path: Path) -> None:
+def test_engines_continue_as_transformers(nextn: Any, stages: int, tmp_path: Path) -> None:
     """Prompts of 1 to 600 tokens, with and without drafts, from cached prefixes, in a batch."""
-    trunk, out = save(tmp_path / "model", heavy=128, native=True), tmp_path / "engines"
+    trunk = save(tmp_path / "model", heavy=128, native=True, stages=stages)
+    out = tmp_path / "engines"
     flags = {"max_seq_len": 700, "prefill_chunk": 64, "max_batch": 2}
     request = build_request(tmp_path / "model", (nextn,), out=out, **flags)
     prompts = [torch.randint(0, 60, (n,)).tolist() for n in (1, 5, 127, 128, 260, 600)]

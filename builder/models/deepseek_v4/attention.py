@@ -84,11 +84,13 @@ class StreamAttention(nn.Module):
         fresh: Tensor,
         first: Tensor,
         written: bool = True,
+        block: int = 0,
     ) -> Tensor:
         """Attend from x and the queries' latent [B, T, ..]; return [B, T, E].
 
         fresh [B, 1, F, D]: the rows from the base on, also in the caches if they are written.
-        Query t has position base + first [B] + t.
+        Query t has position base + first [B] + t. block: the number of fresh rows, all of
+        which every query sees, with a window of rows before them; first is then the last one's.
         """
         c, rule = self.config, self.compressor
         cos, sin = self.angles(rows)
@@ -107,7 +109,7 @@ class StreamAttention(nn.Module):
             fresh,
             compressed,
             chosen,
-            window=c.sliding_window,
+            window=c.sliding_window + block,
             ratio=max(1, self.ratio),
             group=1 if rule is None else rule.group,
             written=written,

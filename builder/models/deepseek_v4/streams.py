@@ -28,6 +28,10 @@ class Streams:
     def join(self) -> Tensor:
         return join_branch(self.x, *self.branch) if self.branch else self.x
 
+    def average(self, count: int) -> Tensor:
+        """Return the mean [B, T, E] of the `count` streams."""
+        return self.join().unflatten(-1, (count, -1)).mean(2)
+
 
 class Mixer(nn.Module):
     """The weights by which the streams enter a branch, and by which its result joins them."""
