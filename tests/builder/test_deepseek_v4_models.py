@@ -102,7 +102,8 @@ def test_layers() -> None:
     assert (flash.ratios[:4], flash.ratios[-2:]) == ((0, 0, 4, 128), (128, 4))
     assert pro.ratios[:4] == (128, 128, 4, 128)
     assert [sum(c.choosing) for c in (flash, pro)] == [21, 30]
-    assert [c.num_nextn_predict_layers for c in (flash, pro)] == [0, 1]
+    assert (flash.head.stages, flash.head.block_size, flash.head.taps) == (3, 5, (41, 42, 43))
+    assert pro.head is None
     assert flash.row_rope.factor == 16
     assert (flash.row_rope.theta, flash.rope.theta, flash.rope.factor) == (160000, 10000, 1)
 
