@@ -45,6 +45,8 @@ KINDS = [  # model, weights, caches
             ("gemma4-dense", "int4", "int8"),
             ("gemma4-mixture", "int4", "float32"),
             ("gemma4-small", "int8", "bfloat16"),
+            ("deepseek-v4", "float32", "float32"),
+            ("deepseek-v4", "int4", "bfloat16"),
         ]
     ),
 ]

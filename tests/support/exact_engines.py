@@ -7,6 +7,8 @@ import numpy as np
 
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.deepseek_v4 import BLOCKS
+from tests.support.deepseek_v4 import save as save_deepseek_v4
 from tests.support.families import make_family, save_family
 from tests.support.gemma4 import make_assistant, make_trunk
 from tests.support.gemma4 import save as save_gemma4
@@ -41,6 +43,9 @@ Said = list[tuple[list[int], list[float]]]
 def save(folder: Path, name: str) -> Path:
     if name in DEEPSEEK:
         return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
+    if name == "deepseek-v4":
+        save_deepseek_v4(folder, native=True, **BLOCKS | {"vocab_size": 72})
+        return folder
     if (shape := name.removeprefix("gemma4-")) in GEMMA4_SHAPES:
         sizes = GEMMA4_SHAPES[shape]
         heads: dict[str, Any] = GEMMA4 | {"hidden_size": 32}
