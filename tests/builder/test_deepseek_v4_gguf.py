@@ -10,11 +10,14 @@ from gguf import GGMLQuantizationType as Type
 
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
-from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.files import list_entries, open_checkpoint
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.deepseek_v4 import BLOCKS, save
 from tests.support.deepseek_v4_gguf import write
 from tests.support.gguf_files import dequantised
+from tests.support.requests import build, build_request
 
 EPS = 2**-17  # a file has it in fp32
 
@@ -92,6 +95,24 @@ def test_quantised_files(kind: str, tmp_path: Path) -> None:
         floats = name.endswith(("fn", "bias"))
         format, kept = read.format(name), KEPT[kind] if ".experts." in name else "int8"
         assert (format and format.name) == (None if floats else kept), name
+
+
+@pytest.mark.full
+def test_engines(tmp_path: Path) -> None:
+    """They hold experts in FP4 and other products in int8; drafts change no text."""
+    save(tmp_path / "stored", native=True, heavy=128, **BLOCKS)
+    path = write(tmp_path / "a.gguf", tmp_path / "stored", type_of=type_of("MXFP4"))
+    write(tmp_path / "mtp-a.gguf", tmp_path / "stored", head=True, type_of=type_of("MXFP4"))
+    settings = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+    built, texts = build(build_request(path, (0, 3), out=tmp_path / "e", max_seq_len=256)), []
+    entries = list_entries(built[0].folder / WEIGHTS)
+    bits = {e.name: e.shape[-1] // 128 for e in entries if e.name.endswith("_proj.values")}
+    assert {size for name, size in bits.items() if ".mlp.gate_up" in name} == {4}
+    assert {size for name, size in bits.items() if name.endswith("q_b_proj.values")} == {8}
+    for one in built:
+        with Engine.load(one.folder, threads=1) as engine:
+            texts.append(engine.generate([7, 8, 9], settings).token_ids)
+    assert texts[0] == texts[1]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
