@@ -17,7 +17,7 @@ th, td { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0;
   border-bottom: 1px solid #8884 }
 td { font-variant-numeric: tabular-nums }
 """
-FIRST = ("problems", "warnings", "model", "acceptance", "verify", "speed", "forecast")
+FIRST = ("problems", "warnings", "model", "acceptance", "published", "verify", "speed", "forecast")
 
 
 def write_report(document: Json, out: Path) -> None:

@@ -268,8 +268,8 @@ def describe_model(
         "vocabulary": model.vocab_size,
         "context": model.max_position_embeddings,
         "has_tokenizer": TOKENIZER in manifest.files,
-        "published_acceptance_lengths": [] if source is None else find_published(source.config),
     }
+    report.parts["published"] = [] if source is None else find_published(source.config)
     report.parts["engine"] = {
         "drafting": manifest.drafting,
         **{name: getattr(build, name) for name in ENGINE_FIELDS},
@@ -342,6 +342,8 @@ def measure_engine(
 def foresee_speed(subject: Subject, report: ModelReport, manifest: Manifest) -> None:
     """Add the forecast of `mtpbuild plan --cpu`, with the acceptance lengths that were measured."""
     lengths = report.parts["acceptance"]["all"]["acceptance_lengths"]
+    if subject.source is not None and subject.source.mtp is not None:
+        lengths = []  # `plan` knows the heads of checkpoints alone
     nextns = tuple(range(len(lengths) + 1))
 
     def foresee_engine() -> Json:

@@ -198,9 +198,7 @@ def judge_head(acceptance: Json, verification: Json) -> str | None:
     rates, plain = acceptance["accepted_by_position"], verification.get("plain_first_drafts")
     if not rates or plain is None:
         return None
-    both = (
-        f"{rates[0]:.0%} of the engine's first drafts are right, {plain:.0%} of the plain model's"
-    )
+    both = f"of the first drafts {rates[0]:.0%} are right, of the plain model's {plain:.0%}"
     if rates[0] < plain / 2:
         return f"{both}: the engine drafts worse than its checkpoint; please send this report"
     if rates[0] < SELDOM:
