@@ -156,7 +156,13 @@ def draft(
     return [*logits[0]]
 
 
-def open_saved(trunk: Trunk, head: Head, place: Path, *, balanced: bool = False) -> CausalLM:
+def open_saved(
+    trunk: Gemma4ForCausalLM,
+    head: Gemma4AssistantForCausalLM,
+    place: Path,
+    *,
+    balanced: bool = False,
+) -> CausalLM:
     """Save a trunk and its head; return the program's model of both."""
     folder, assistant = save(trunk, place / "trunk"), save(head, place / "head")
     config = read_head_config(assistant, folder, load_config(folder))
