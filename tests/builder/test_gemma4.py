@@ -12,16 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.weight import Readable, convert_weights, join_slices
 from mtpbuild.builder.models.gemma4.config import Gemma4Config
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
-from mtpbuild.builder.plan.recipe import FoundModel, find_recipe
+from mtpbuild.builder.plan.recipe import find_recipe
 from mtpbuild.builder.plan.weight_classes import count_classes, find_layout, load_recipe_config
-from mtpbuild.builder.program.opened_model import open_model
-from mtpbuild.builder.weights.balance import BalancedReader
 from mtpbuild.builder.weights.files import list_entries, open_checkpoint
 from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.runtime import Engine, Result, SamplingParams
@@ -41,10 +37,12 @@ from tests.support.gemma4 import (
     make_assistant,
     make_multimodal,
     make_trunk,
+    open_saved,
+    place_one_off,
+    read_unnormed,
     save,
 )
 from tests.support.known_text import take_steps
-from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
 
 NEXTN, CHUNK = 3, 7
@@ -134,15 +132,7 @@ def load(shape: str, place: Path, *, balanced: bool = False) -> tuple[CausalLM, 
         for name, weight in trunk.named_parameters():
             if name.endswith("k_norm.weight"):
                 weight.data[1 :: len(weight) // 2] *= 20
-    folder, assistant = save(trunk, place / "trunk"), save(head, place / "head")
-    config = read_head_config(assistant, folder, load_config(folder))
-    opened = open_model(FoundModel("x", "x", folder, assistant), config, NO_IDS, GraphStyle())
-    reader: Readable = opened.checkpoint
-    if balanced:
-        reader = BalancedReader(opened.checkpoint, opened.stored, config)
-    values = dict(join_slices(convert_weights(reader, opened.table)))
-    opened.model.load_state_dict(values, assign=True, strict=True)
-    return opened.model.eval(), trunk, head
+    return open_saved(trunk, head, place, balanced=balanced), trunk, head
 
 
 def check_drafts(model: CausalLM, trunk: Trunk, head: Head, steps: int = 9) -> None:
@@ -177,22 +167,11 @@ def test_balanced_keys_change_no_draft(shape: str, tmp_path: Path) -> None:
     check_drafts(model, trunk, head)
 
 
-def place_one_off(model: Any) -> None:
-    place = model.place_head
-    model.place_head = lambda rows, lengths, *others: place(rows, lengths - 1, *others)
-
-
 def see_all_rows(model: Any) -> None:
     place = model.place_head
     model.place_head = lambda rows, lengths, last, active: place(
         rows, lengths, torch.full_like(last, NEXTN), active
     )
-
-
-def read_unnormed(model: Any) -> None:
-    run = model.run
-    model.forward = lambda tokens, state, rows: run(tokens, state, rows, len(model.layers))
-    model.logits = lambda hidden, gather=None: type(model).logits(model, model.norm(hidden))
 
 
 def recycle_normed(model: Any) -> None:

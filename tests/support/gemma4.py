@@ -14,6 +14,16 @@ from transformers import (
 )
 from transformers.generation import candidate_generator
 
+from mtpbuild.builder.graph.style import GraphStyle
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.weight import Readable, convert_weights, join_slices
+from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.program.opened_model import open_model
+from mtpbuild.builder.weights.balance import BalancedReader
+from mtpbuild.builder.weights.head import read_head_config
+from tests.support.opened import NO_IDS
+
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 6, "global_head_dim": 16, "sliding_window": 5,
@@ -144,3 +154,33 @@ def draft(
         known, {}, outputs, is_first_iteration=False, n_last_matches=0
     )
     return [*logits[0]]
+
+
+def open_saved(
+    trunk: Gemma4ForCausalLM,
+    head: Gemma4AssistantForCausalLM,
+    place: Path,
+    *,
+    balanced: bool = False,
+) -> CausalLM:
+    """Save a trunk and its head; return the program's model of both."""
+    folder, assistant = save(trunk, place / "trunk"), save(head, place / "head")
+    config = read_head_config(assistant, folder, load_config(folder))
+    opened = open_model(FoundModel("x", "x", folder, assistant), config, NO_IDS, GraphStyle())
+    reader: Readable = opened.checkpoint
+    if balanced:
+        reader = BalancedReader(opened.checkpoint, opened.stored, config)
+    values = dict(join_slices(convert_weights(reader, opened.table)))
+    opened.model.load_state_dict(values, assign=True, strict=True)
+    return opened.model.eval()
+
+
+def place_one_off(model: Any) -> None:
+    place = model.place_head
+    model.place_head = lambda rows, lengths, *others: place(rows, lengths - 1, *others)
+
+
+def read_unnormed(model: Any) -> None:
+    run = model.run
+    model.forward = lambda tokens, state, rows: run(tokens, state, rows, len(model.layers))
+    model.logits = lambda hidden, gather=None: type(model).logits(model, model.norm(hidden))
