@@ -77,6 +77,8 @@ def compressed_attention(
     in row p % S, and from base on the fresh rows [B, 1, F, D]. written: the cache has these, too.
     compressed [B, 1, N, C]: a cache of compressed rows, with numbers of other rows after the first
     D. A query sees those that are complete, or the ones with the numbers chosen [B, T, k].
+
+    A query after the last fresh row sees what one at its place does.
     """
     (S, D), H = cache.shape[2:], sinks.shape[0]
     q = q.unflatten(-1, (H, D))
