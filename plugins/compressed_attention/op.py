@@ -102,7 +102,7 @@ def compressed_attention(
         complete = see_complete(position, count, ratio)
         if chosen is not None:
             none = torch.zeros_like(F.pad(complete, (0, 1)))
-            complete = none.scatter(-1, chosen.remainder(count + 1), True)[..., :count]
+            complete = none.scatter(-1, torch.where(chosen < 0, count, chosen), True)[..., :count]
         keys, seen = torch.cat([keys, entries], dim=1), torch.cat([seen, complete], dim=-1)
     scores = (q @ keys[:, None].mT) * D**-0.5
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
@@ -142,6 +142,6 @@ def choose_compressed(
     seen = see_complete(place_tokens(base, first, T), keys.shape[1], ratio)
     scores = scaled.sum(2).masked_fill(~seen, float("-inf"))
     padded = F.pad(scores, (0, count), value=float("-inf"))
-    best = padded.sort(dim=-1, descending=True, stable=True)
-    there = best.values[..., :count] > float("-inf")
-    return sort_positions(best.indices[..., :count], there, count)
+    best = padded.topk(count, dim=-1)
+    there = best.values > float("-inf")
+    return sort_positions(best.indices, there, count)
