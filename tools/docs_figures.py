@@ -190,6 +190,40 @@ def long_contexts() -> str:
     return table(("", *(f"{context:,}" for context in contexts)), rows)
 
 
+def streams_bounds() -> str:
+    """Return the table in docs/plan.md of DeepSeek-V4's least step times, beside published ones."""
+    lengths = {
+        "MTP": (1, 1.79, 2.27, 2.49, 2.54, 2.55),
+        "DSpark": (1, 1.84, 2.51, 3.01, 3.36, 3.61),
+    }
+    rows = []
+    for model, head, tp, gpu, published in (
+        ("deepseek-v4-flash", "DSpark", 4, "h200", "581"),
+        ("deepseek-v4-flash", "DSpark", 4, "b200", "763 (GB300)"),
+        ("deepseek-v4-flash", "DSpark", 8, "h200", ""),
+        ("deepseek-v4-flash-preview", "MTP", 8, "h200", ""),
+        ("deepseek-v4-flash-preview", "MTP", 8, "b200", ""),
+        ("deepseek-v4-pro", "MTP", 8, "b200", ""),
+    ):
+        accepted = ",".join(map(str, lengths[head]))
+        command = f"mtpbuild plan --model {model} --gpu {gpu} --tp {tp} --nextn 0..5"
+        found = json.loads(run(f"{command} --acceptance {accepted} --json"))
+        step, speed = found["roofline_step_s"], found["roofline_tokens_per_s"]
+        best = max(range(6), key=lambda n: speed[n])
+        rows.append(
+            (
+                f"`{model}`, {tp} {gpu.upper()}, {head}",
+                gigabytes(found["weights_bytes_per_rank"], 1),
+                f"{1e3 * step[0]:.2f} ms",
+                f"{1e3 * step[best]:.2f} ms ({best})",
+                f"{speed[best]:,.0f}",
+                published,
+            )
+        )
+    names = ("", "weights of a rank", "nextn 0", "best nextn", "tokens/s, most", "published")
+    return table(names, rows)
+
+
 def model_sizes() -> str:
     """Return the table in docs/models.md of every published model's parameters and stored bytes."""
     from mtpbuild.builder.models import find_family_of, load_config
@@ -215,10 +249,17 @@ def model_sizes() -> str:
     return table(head, sorted(rows))
 
 
-LONG = {"long_contexts", "model_sizes"}  # tables that take half a minute
+LONG = {"long_contexts", "model_sizes", "streams_bounds"}  # tables that take half a minute
 TABLES: dict[str, Callable[[], str]] = {
     maker.__name__: maker
-    for maker in (cpu_engines, published_speeds, r1_sizes, long_contexts, model_sizes)
+    for maker in (
+        cpu_engines,
+        published_speeds,
+        r1_sizes,
+        long_contexts,
+        model_sizes,
+        streams_bounds,
+    )
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.models import find_family, load_config
-from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config, DSparkConfig
 from mtpbuild.builder.plan.plan import Plan, count_state_bytes, make_state_specs
 from mtpbuild.builder.plan.recipe import Recipe, find_recipe
 from mtpbuild.builder.plan.weight_classes import (
@@ -78,8 +78,12 @@ def counted(c: dict[str, Any], experts: int) -> dict[str, int]:
     ratios = c["compress_ratios"][: c["num_hidden_layers"]]
     trunk = sum(layer(ratio, i < c["num_hash_layers"]) for i, ratio in enumerate(ratios))
     module = layer(0, hashed=False) + 2 * E * E + 3 * E + heads
-    modules = 0 if "dspark_block_size" in c else c["num_nextn_predict_layers"]
-    return {MAIN: ends + trunk + heads + E, MODULES: modules * module}
+    trunk += ends + heads + E
+    if "dspark_block_size" not in c:
+        return {MAIN: trunk, MODULES: module}
+    stages = layer(0, hashed=False) * len(c["dspark_target_layer_ids"])
+    markov = 2 * c["vocab_size"] * c["dspark_markov_rank"]
+    return {MAIN: trunk, MODULES: stages + 3 * E * E + 2 * E + heads + markov}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,10 @@ def test_layers() -> None:
     assert (flash.ratios[:4], flash.ratios[-2:]) == ((0, 0, 4, 128), (128, 4))
     assert pro.ratios[:4] == (128, 128, 4, 128)
     assert [sum(c.choosing) for c in (flash, pro)] == [21, 30]
-    assert (flash.head.stages, flash.head.block_size, flash.head.taps) == (3, 5, (41, 42, 43))
-    assert pro.head is None
+    assert (pro.num_nextn_predict_layers, pro.head) == (1, None)
+    assert isinstance(flash.head, DSparkConfig)
+    assert (flash.head.stages, flash.head.block_size) == (3, 5)
+    assert flash.head.taps == (41, 42, 43)  # layers that read what 40 to 42 return
     assert flash.row_rope.factor == 16
     assert (flash.row_rope.theta, flash.rope.theta, flash.rope.factor) == (160000, 10000, 1)
 
@@ -123,6 +129,12 @@ def test_formats_by_the_configuration_alone() -> None:
     assert formats[0]["experts", False] == formats[0]["experts", True] == {"mxfp4"}
     assert formats[0]["shared experts", False] == {"fp8"}
     assert formats[0]["head", False] == {"bf16"}
+
+
+@FULL
+def test_memory_with_dspark() -> None:
+    model = make_engine_model(find_layout("deepseek-v4-flash", None), None)
+    assert 168e9 < count_file_bytes(model.classes) < 176e9
 
 
 def test_memory_on_a_cpu() -> None:
