@@ -30,12 +30,17 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def train(folder: Path, out: Path, *flags: object) -> list[dict[str, Any]]:
     """Run the script; return the lines of its log."""
-    command = [sys.executable, "tools/train_tiny/train.py", folder, "--out", out, "--small", *flags]
+    lines = run("train.py", folder, "--out", out, "--small", *flags, "--log-every", "1")
+    return [json.loads(line) for line in lines]
+
+
+def run(script: str, *flags: object) -> list[str]:
+    command = [sys.executable, f"tools/train_tiny/{script}", *flags]
     single = os.environ | {"OMP_NUM_THREADS": "1"}  # products this small gain nothing by threads
-    words = [*map(str, command), "--log-every", "1"]
+    words = [*map(str, command)]
     done = subprocess.run(words, cwd=ROOT, env=single, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
 
 
 @pytest.mark.full
@@ -65,3 +70,17 @@ def test_trunk_then_modules(tmp_path: Path, recipe: str, modules: int) -> None:
     checkpoint = open_checkpoint(out)
     checkpoint.check(read)
     assert (out / "model.safetensors").read_bytes() != weights
+
+
+@pytest.mark.full
+def test_a_small_deepseek_v4(tmp_path: Path) -> None:
+    """A trained one is measured by the script itself; here texts are of a model that knows none."""
+    lines = run("deepseek_v4.py", tmp_path, "--small")
+    counted = {line[:23].strip(): line[23:] for line in lines if "by position" in line}
+    assert counted["all        engine"] == counted["all        plain model"]
+    assert counted["all        engine"].endswith("steps 192")
+    checkpoint, read = open_checkpoint(tmp_path), load_config(tmp_path)
+    checkpoint.check(read)
+    assert read.num_nextn_predict_layers == 1
+    assert checkpoint.tensors["model.layers.0.mlp.gate.tid2eid"].dtype == "I64"
+    assert lines[-1].startswith("2 of 2 texts are the plain model's")

@@ -287,12 +287,10 @@ def check_model(source: ModelSource, how: Training, request: TuneRequest) -> Non
             f"--mtp {request.mtp}: {config.head.title} is not trained, MTP modules are"
         )
     family = find_family_of(config)
-    if not family.runs_by_layer(config):
-        raise UsageError(f"{family.name}: its layers can't run one by one, as a training needs")
     with torch.device("meta"):
         plain = family.reference(config)
     if not isinstance(plain, PlainCausalLM):
-        raise UsageError(f"{family.name} is drafted for by a published head: --mtp")
+        raise UsageError(f"{family.name}: what drafts for it is published, and not trained here")
     if request.draft_vocab is not None and config.own_heads:
         raise UsageError("--draft-vocab: the modules have heads of their own: leave it out")
     if how.eagle and any(hasattr(part, "chooser") for part in plain.module(1).modules()):
@@ -300,6 +298,8 @@ def check_model(source: ModelSource, how: Training, request: TuneRequest) -> Non
             f"the module of {family.name} chooses the rows that it attends to, so "
             "it is trained for one draft: give --nextn 1 --drafter mtp-vanilla"
         )
+    if not family.runs_by_layer(config):
+        raise UsageError(f"{family.name}: its layers can't run one by one, as a training needs")
     drafted = request.draft_vocab or len(how.draft_ids) or config.vocab_size
     needed, there = how.memory(plain, drafted), measure_memory()
     if there is not None and needed > there:

@@ -106,8 +106,11 @@ def describe(accepted: Histogram) -> str:
     return f"by position {places}, tokens a step {length:.3f}, steps {steps}"
 
 
-def measure(model: Path) -> None:
-    """Print acceptance by position of an engine, and of the plain model on the same prompts."""
+def measure(model: Path, prompts: int) -> None:
+    """Print acceptance by position of an engine, and of the plain model on the same prompts.
+
+    prompts: how many of each kind.
+    """
     plain = load_plain(model)
     (built,) = build(BuildRequest(str(model), nextn=(NEXTN,), out=model / "engines"), WORKBENCH)
     how = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -115,7 +118,7 @@ def measure(model: Path) -> None:
     same = alike = 0
     with Engine.load(built.folder, threads=1, prefix_cache=False) as engine:
         for kind, (engines, plains) in totals.items():
-            for request in read_requests(find_built_in(kind), engine, how)[:PROMPTS]:
+            for request in read_requests(find_built_in(kind), engine, how)[:prompts]:
                 answer = engine.generate(request.token_ids, how)
                 drafting = answer.metrics.speculative_decoding
                 counted = Counter(dict(enumerate(drafting.acceptance_histogram)))
@@ -130,7 +133,7 @@ def measure(model: Path) -> None:
     for kind, sides in totals.items():
         for name, accepted in zip(("engine", "plain model"), sides, strict=True):
             print(f"{kind:10} {name:12} {describe(accepted)}")
-    count = PROMPTS * len(PROMPT_SETS)
+    count = prompts * len(PROMPT_SETS)
     print(f"{same} of {count} texts are the plain model's; steps of {alike} accept as many drafts")
 
 
@@ -139,14 +142,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("out", type=Path, help="folder of the checkpoint and the training's state")
     parser.add_argument("--seconds", type=float, help="how much CPU time to train")
+    parser.add_argument("--small", action="store_true", help="some steps and prompts, for a try")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.seconds is not None:
+    if args.seconds is not None or args.small:
         source = write_source(args.out / "source")
-        flags = ["--out", str(args.out), "--seconds", str(args.seconds), "--cpu-time"]
-        sys.argv[1:] = [str(source), *flags]
+        budget = ["--steps", "6", "--small"] if args.small else ["--seconds", str(args.seconds)]
+        sys.argv[1:] = [str(source), "--out", str(args.out), "--cpu-time", *budget]
         train.main()
-    measure(args.out)
+    measure(args.out, 1 if args.small else PROMPTS)
 
 
 if __name__ == "__main__":
