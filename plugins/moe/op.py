@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import KEPT, Node, define
@@ -52,6 +53,41 @@ def moe_route(
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return with_shared(weights * factor, ids.int(), logits.shape[-1], always)
+
+
+@define(
+    lambda logits, experts: empty_routes(logits, experts, 0),
+    Node(
+        "Route",
+        attributes=lambda known: {
+            "groups": 1, "kept": 1, "always": 0, "normalise": 1, "roots": 1,
+        },
+    ),
+)  # fmt: skip
+def root_route(
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    tokens: Tensor | None,
+    experts: int,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by logits [.., X] fp32; return weights and int32 ids [.., experts].
+
+    A score is sqrt(softplus(logit)). The highest ones choose, with a bias [X] added, as in
+    `moe_route`; without a bias the tokens [..] choose, by their rows of a table [V, experts] of
+    ids in fp32. The weights are the scores over their sum, times a factor.
+    """
+    scores = F.softplus(logits).sqrt()
+    if bias is not None:
+        biased = scores + bias
+        ids = biased.sort(dim=-1, descending=True, stable=True).indices[..., :experts]
+    else:
+        assert table is not None
+        assert tokens is not None
+        ids = F.embedding(tokens, table).long()
+    weights = scores.gather(-1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor, ids.int()
 
 
 def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,9 @@ from mtpbuild.plugins.definition import Node, define
 
 
 @define(lambda x, outputs: x.new_empty(*x.shape[:-1], outputs), Node("Product", {"outputs": "N"}))
-def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
+def product_packed(
+    x: Tensor, values: Tensor, scales: Tensor | None, outputs: int, groups: int = 1
+) -> Tensor:
     """Multiply x [.., K] by a weight with `outputs` outputs -> fp32 [.., outputs].
 
     The weight is packed by `plugins/cpu/layout.py`: values uint8 [panels, K / 32, 128 * bits] with
@@ -16,8 +18,17 @@ def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: in
     block's zeros or minima come after its scales, so that it has 48 or 64 halves; the
     last panels of int4 may be int8, each in the place of two; or
     values fp32 [panels, K, 32] without scales, or [H, panels, K, 32] for x [B, H, T, K].
+
+    groups: each of x's groups [.., groups K] is multiplied by its own group of outputs.
     """
-    return x @ unpacked(values, scales, outputs).mT
+    weight = unpacked(values, scales, outputs)
+    return x @ weight.mT if groups == 1 else multiply_groups(x, weight.mT, groups)
+
+
+def multiply_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """Multiply each group of x [.., groups K] by its own columns of a weight [K, N] -> [.., N]."""
+    columns = weight.unflatten(-1, (groups, -1)).transpose(0, 1)  # [groups, K, N / groups]
+    return (x.unflatten(-1, (groups, 1, -1)) @ columns).flatten(-3)
 
 
 def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:

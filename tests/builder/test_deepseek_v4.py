@@ -14,6 +14,7 @@ from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
@@ -134,7 +135,7 @@ def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
     check_drafts(load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path))
 
 
-def join_one_late(model: Any) -> None:
+def join_one_late(model: Any, patch: pytest.MonkeyPatch) -> None:
     module = model.module(0)
     combine = module.combine_inputs
     module.combine_inputs = lambda embedding, hidden, rows: combine(
@@ -142,7 +143,7 @@ def join_one_late(model: Any) -> None:
     )
 
 
-def leave_comb_as_it_is(model: Any) -> None:
+def leave_comb_as_it_is(model: Any, patch: pytest.MonkeyPatch) -> None:
     """Mix the streams by comb's columns in place of its rows."""
     for mixer in (mixer for layer in model.layers for mixer in (layer.attn_hc, layer.ffn_hc)):
         weigh = mixer.forward
@@ -155,19 +156,23 @@ def leave_comb_as_it_is(model: Any) -> None:
         mixer.forward = swapped
 
 
-def see_open_rows(model: Any) -> None:
-    for layer in model.layers:
-        layer.self_attn.ratio -= layer.self_attn.ratio == 4  # rows seem complete too early
+def see_open_rows(model: Any, patch: pytest.MonkeyPatch) -> None:
+    seen = op.see_complete
+    patch.setattr(op, "see_complete", lambda position, *sizes: seen(position + 1, *sizes))
 
 
 FAULTS = join_one_late, leave_comb_as_it_is
 
 
 @pytest.mark.parametrize("fault", [see_open_rows, *(pytest.param(f, marks=FULL) for f in FAULTS)])
-def test_planted_faults_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
+def test_planted_faults_are_seen(
+    fault: Callable[[Any, pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     save(tmp_path)
     model = load_model(tmp_path, load_config(tmp_path))
-    fault(model)
+    fault(model, monkeypatch)
     with pytest.raises(AssertionError):
         check_drafts(model, load_plain(tmp_path))
 

@@ -96,14 +96,14 @@ Partial = tuple[Floats, Floats, Floats]
 def attention(q: Floats, rows: Floats, scale: float, latent: int) -> Floats:
     """Attend with a token's queries [H, C] to all rows [n, C] -> [H, latent]."""
     q = q * F(scale)
-    return _folded(_split(q, part, latent) for part in _splits(rows))
+    return fold_parts(attend_partly(q, part, latent) for part in _splits(rows))
 
 
 def _splits(rows: Any) -> list[Any]:
     return [rows[at : at + SPLIT] for at in range(0, len(rows), SPLIT)]
 
 
-def _folded(parts: Iterable[Partial]) -> Floats:
+def fold_parts(parts: Iterable[Partial]) -> Floats:
     _, total, mixed = reduce(_fold, parts)
     return mixed * (F(1) / total)[:, None]
 
@@ -121,7 +121,7 @@ def integer_attention(
         wide[:, b, :count] = q[:, at : at + count] * F(scale)
         at += count
     rounded = quantise(wide.reshape(len(q), -1), 64)
-    return _folded(_integer_split(*rounded, part, keys, values) for part in _splits(rows))
+    return fold_parts(_integer_split(*rounded, part, keys, values) for part in _splits(rows))
 
 
 def _block(rows: NDArray[np.int8], block: tuple[int, int, int]) -> tuple[Any, Floats]:
@@ -170,12 +170,13 @@ def _tree(lanes: Floats) -> Floats:
     return lanes[:, 0]
 
 
-def _split(q: Floats, rows: Floats, latent: int) -> Partial:
+def attend_partly(q: Floats, rows: Floats, latent: int, first: int = 0) -> Partial:
+    """Return the partial softmax of scaled queries over rows, which begin at position `first`."""
     H = len(q)
     largest, total = np.full(H, LOWEST), np.zeros(H, F)
     mixed = np.zeros((H, latent), F)
-    for at in range(0, len(rows), CHUNK):
-        chunk = rows[at : at + CHUNK]
+    for at in range(first // CHUNK * CHUNK, first + len(rows), CHUNK):
+        chunk = rows[max(0, at - first) : at + CHUNK - first]
         scores = float_product(q, np.ascontiguousarray(chunk.T))
         top = np.maximum(largest, scores.max(1))
         weights = exp(np.maximum(scores - top[:, None], FLOOR))

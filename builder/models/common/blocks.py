@@ -20,6 +20,7 @@ from mtpbuild.plugins import (
 from mtpbuild.plugins.cpu.layout import BLOCK, PANEL, count_panels
 from mtpbuild.plugins.gelu_gate.op import apply_gate
 from mtpbuild.plugins.moe.op import NO_EXPERT, run_experts
+from mtpbuild.plugins.product_packed.op import multiply_groups
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -177,6 +178,13 @@ def make_weight_module(weight: Weight, parameter: Tensor, share: Share) -> nn.Mo
     return ScaledWeight(
         shape, weight.scale_group(share), format.shape_second_scales(shape, weight.concat_axis)
     )
+
+
+def multiply_by_group(x: Tensor, weight: "Tensor | PackedBlocks", groups: int) -> Tensor:
+    """Multiply each group of x [.., groups in] by its own group of a weight's outputs [in, out]."""
+    if isinstance(weight, PackedBlocks):
+        return product_packed(x, weight.values, weight.scales, weight.outputs, groups)
+    return multiply_groups(x, weight, groups)
 
 
 def multiply_gated(

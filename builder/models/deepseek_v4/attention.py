@@ -4,20 +4,20 @@ Shapes: B slots, T tokens, E hidden size, H heads, D width of a head (and of a r
 and value), G groups of heads.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.layers import RMSNorm
+from mtpbuild.builder.models.common.blocks import multiply_by_group
+from mtpbuild.builder.models.common.layers import RMSNorm, State
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.models.deepseek_v4.rows import (
+    COMPRESSED,
     Angles,
     Compressor,
     StreamPositions,
 )
-from mtpbuild.builder.models.deepseek_v4.streams import norm_plainly
-from mtpbuild.plugins.stream_rows.op import rotate_end, stream_rows, stream_rows_write
+from mtpbuild.plugins.compressed_attention.op import choose_compressed, compressed_attention
+from mtpbuild.plugins.stream_rows.op import stream_rows, stream_rows_write
 
 
 class RowIndexer(nn.Module):
@@ -30,20 +30,14 @@ class RowIndexer(nn.Module):
         self.weights_proj = parameter(c.hidden_size, c.index_n_heads)
 
     def choose(
-        self, x: Tensor, latent: Tensor, keys: Tensor, seen: Tensor, angles: Angles
+        self, x: Tensor, latent: Tensor, cache: Tensor, place: tuple[Tensor, ...], rows: Compressor
     ) -> Tensor:
-        """Return which of the rows that are seen [B, T, n] are chosen; keys [B, n, D]."""
-        q = rotate_end((latent @ self.q_b_proj).unflatten(-1, (self.heads, -1)), *angles)
-        size = q.shape[-1]
-        raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (x.shape[1], self.heads))
-        weights = (x @ self.weights_proj) * self.heads**-0.5
-        scores = (weights[..., None] * raw.relu() * size**-0.5).sum(2)
-        scores = F.pad(
-            scores.masked_fill(~seen, float("-inf")), (0, self.count), value=float("-inf")
-        )
-        best = scores.topk(self.count, dim=-1).indices
-        none = torch.zeros_like(scores, dtype=torch.bool)
-        return none.scatter(-1, best, True)[..., : seen.shape[-1]] & seen
+        """Return the numbers [B, T, k] of the rows that x's tokens attend to.
+
+        place: the angles of the tokens, then base and first [B].
+        """
+        operands = latent @ self.q_b_proj, x @ self.weights_proj, *place[:2], cache, *place[2:]
+        return choose_compressed(*operands, self.count, rows.ratio, rows.group, rows.widths[0])
 
 
 class StreamAttention(nn.Module):
@@ -60,8 +54,7 @@ class StreamAttention(nn.Module):
         self.sinks = parameter(H)
         self.compressor = Compressor(c, layer) if self.ratio else None
         self.indexer = RowIndexer(c) if c.chooses(layer) else None
-        for g in range(c.o_groups):
-            self.register_parameter(f"o_a_{g}", parameter(H * D // c.o_groups, c.o_lora_rank))
+        self.o_a_proj = parameter(H * D // c.o_groups, c.o_groups * c.o_lora_rank)
         self.o_b_proj = parameter(c.o_groups * c.o_lora_rank, E)
 
     def angles(self, rows: StreamPositions) -> Angles:
@@ -87,38 +80,37 @@ class StreamAttention(nn.Module):
         x: Tensor,
         latent: Tensor,
         rows: StreamPositions,
-        near: Tensor,
+        caches: State,
+        fresh: Tensor,
         first: Tensor,
-        compressed: Tensor | None,
+        written: bool = True,
     ) -> Tensor:
         """Attend from x and the queries' latent [B, T, ..]; return [B, T, E].
 
-        near [B, W - 1 + F, D]: the rows from position base - (W - 1) on. compressed: the cache of
-        compressed rows. Query t has position base + first [B] + t.
+        fresh [B, 1, F, D]: the rows from the base on, also in the caches if they are written.
+        Query t has position base + first [B] + t.
         """
-        c = self.config
-        H, D, W = c.num_attention_heads, c.head_dim, c.sliding_window
-        angles = self.angles(rows)
-        q = (latent @ self.q_b_proj).unflatten(-1, (H, D))
-        q = rotate_end(norm_plainly(q, c.rms_norm_eps), *angles).transpose(1, 2)
-        later = first[:, None] + torch.arange(q.shape[2], device=first.device)  # [B, T]
-        at = torch.arange(near.shape[1], device=first.device) - (W - 1)
-        ahead = later[..., None] - at  # [B, T, rows]
-        seen = (ahead >= 0) & (ahead < W) & (rows.base[:, None, None] + at >= 0)
-        keys = near
-        if self.compressor is not None and compressed is not None:
-            entries, *index = self.compressor.read(compressed)
-            complete = (rows.base[:, None] + later + 1) // self.ratio
-            chosen = torch.arange(entries.shape[1], device=first.device) < complete[..., None]
-            if self.indexer is not None:
-                chosen = self.indexer.choose(x, latent, index[0], chosen, angles)
-            keys, seen = torch.cat([near, entries], dim=1), torch.cat([seen, chosen], dim=-1)
-        scores = (q @ keys[:, None].mT) * D**-0.5
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
-        sinks = self.sinks[:, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-        o = (weights @ keys[:, None]).transpose(1, 2)  # [B, T, H, D]
-        cos, sin = angles
-        groups = rotate_end(o, cos, -sin).unflatten(2, (c.o_groups, -1)).flatten(3).unbind(2)
-        parts = [part @ getattr(self, f"o_a_{g}") for g, part in enumerate(groups)]
-        return torch.cat(parts, dim=-1) @ self.o_b_proj
+        c, rule = self.config, self.compressor
+        cos, sin = self.angles(rows)
+        compressed, chosen = caches.get(COMPRESSED), None
+        if self.indexer is not None and rule is not None and compressed is not None:
+            place = cos, sin, rows.base, first
+            chosen = self.indexer.choose(x, latent, compressed, place, rule)
+        o = compressed_attention(
+            latent @ self.q_b_proj,
+            self.sinks,
+            cos,
+            sin,
+            caches["kv"],
+            rows.base,
+            first,
+            fresh,
+            compressed,
+            chosen,
+            window=c.sliding_window,
+            ratio=max(1, self.ratio),
+            group=1 if rule is None else rule.group,
+            written=written,
+            eps=c.rms_norm_eps,
+        )
+        return multiply_by_group(o, self.o_a_proj, c.o_groups) @ self.o_b_proj

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import look_up, weigh_chosen
+from mtpbuild.builder.models.common.blocks import weigh_chosen
 from mtpbuild.builder.models.common.causal_lm import CausalLM, GatherLogits
 from mtpbuild.builder.models.common.collectives import all_gather
 from mtpbuild.builder.models.common.layers import (
@@ -29,11 +28,10 @@ from mtpbuild.builder.models.deepseek_v4.rows import (
     OPEN,
     StreamPositions,
     StreamRope,
-    read_ring,
-    read_rows,
 )
 from mtpbuild.builder.models.deepseek_v4.streams import Mixer, StreamHead, Streams
 from mtpbuild.plugins import take_rows
+from mtpbuild.plugins.moe.op import root_route
 from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -51,15 +49,9 @@ class StreamGate(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and ids of a token's experts, both [B, T, k]."""
-        scores = F.softplus(cast(x, torch.float32) @ self.weight.float()).sqrt()
-        if self.bias is None:
-            ids = look_up(self.table, tokens).long()
-        else:
-            biased = scores + self.bias
-            ids = biased.sort(dim=-1, descending=True, stable=True).indices[..., : self.chosen]
-        weights = scores.gather(-1, ids)
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.factor, ids.int()
+        logits = cast(x, torch.float32) @ self.weight
+        choice = (None, self.table, tokens) if self.bias is None else (self.bias, None, None)
+        return root_route(logits, *choice, self.chosen, self.factor)
 
 
 class ClampedExperts(nn.Module):
@@ -90,7 +82,6 @@ class StreamLayer(nn.Module):
     def __init__(self, c: DeepseekV4Config, layer: int) -> None:
         super().__init__()
         E, eps = c.hidden_size, c.rms_norm_eps
-        self.window = c.sliding_window
         self.attn_hc, self.ffn_hc = Mixer(c), Mixer(c)
         self.input_layernorm = RMSNorm(E, eps)
         self.self_attn = StreamAttention(c, layer)
@@ -103,9 +94,7 @@ class StreamLayer(nn.Module):
         """Compute the streams after the layer; old: its caches, of which new ones are returned."""
         x, y, weights = self.attn_hc(streams, self.input_layernorm)
         new, latent, fresh = self.write(y, old, rows)
-        before = cast(read_ring(new["kv"], self.place_before(rows)), y.dtype)
-        near = torch.cat([before, fresh], dim=1)
-        y = self.self_attn.attend(y, latent, rows, near, rows.first, new.get(COMPRESSED))
+        y = self.self_attn.attend(y, latent, rows, new, fresh, rows.first)
         return self.finish(Streams(x, (y, weights)), tokens), new
 
     def fill(self, streams: Streams, old: State, rows: StreamPositions) -> State:
@@ -117,11 +106,7 @@ class StreamLayer(nn.Module):
         latent, fresh, cache = self.self_attn.write(y, old["kv"], rows, rows.ring, ring=True)
         compressor = self.self_attn.compressor
         more = compressor.write(y, old, rows) if compressor else {}
-        return {"kv": cache} | more, latent, fresh[:, 0]
-
-    def place_before(self, rows: StreamPositions) -> Tensor:
-        """Return the positions [B, W - 1] before the base that a window sees."""
-        return rows.base[:, None] + torch.arange(1 - self.window, 0, device=rows.base.device)
+        return {"kv": cache} | more, latent, fresh
 
     def finish(self, streams: Streams, tokens: Tensor) -> Streams:
         x, y, weights = self.ffn_hc(streams, self.post_attention_layernorm)
@@ -172,14 +157,15 @@ class StreamModule(DraftLayer):
         assert isinstance(rows, StreamPositions)
         _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
         latent, row = self.layer.self_attn.project(y, rows)
-        side = row[:, 0] if side is None else torch.cat([side, row[:, 0]], dim=1)
-        return self.run(x, y, weights, latent, rows, cache, side, rows.first), side
+        side = row if side is None else torch.cat([side, row], dim=2)
+        place = rows.first, False
+        return self.run(x, y, weights, latent, rows, cache, side, *place), side
 
     def write(self, x: Tensor, cache: Tensor, rows: StreamPositions) -> tuple[Tensor, ...]:
         """Return the attention's input, its result's weights, latent, cache and fresh rows."""
         _, y, weights = self.layer.attn_hc(Streams(x), self.layer.input_layernorm)
         latent, fresh, cache = self.layer.self_attn.write(y, cache, rows, rows.start, ring=False)
-        return y, weights, latent, cache, fresh[:, 0]
+        return y, weights, latent, cache, fresh
 
     def run(
         self,
@@ -191,11 +177,11 @@ class StreamModule(DraftLayer):
         cache: Tensor,
         fresh: Tensor,
         first: Tensor,
+        written: bool = True,
     ) -> Tensor:
         """Return the streams after the layer, from what `write` returned."""
-        before = read_rows(cache, self.layer.place_before(rows).clamp(min=0))
-        near = torch.cat([cast(before, fresh.dtype), fresh], dim=1)
-        y = self.layer.self_attn.attend(y, latent, rows, near, first, None)
+        caches = {"kv": cache}
+        y = self.layer.self_attn.attend(y, latent, rows, caches, fresh, first, written)
         tokens = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)  # none is hashed
         return self.layer.finish(Streams(x, (y, weights)), tokens).join()
 

@@ -71,20 +71,6 @@ def count_made(tokens: int, r: int) -> int:
     return tokens // r + 2
 
 
-def read_ring(cache: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [B, .., C] of positions at [B, ..] in a ring [B, 1, S, C].
-
-    Position p is in row p % S; of those before 0 any row is returned.
-    """
-    return read_rows(cache, at.clamp(min=0) % cache.shape[2])
-
-
-def read_rows(cache: Tensor, at: Tensor) -> Tensor:
-    """Return the rows [B, .., C] with the numbers at [B, ..] in a cache [B, 1, S, C]."""
-    slots = torch.arange(at.shape[0], device=at.device).reshape(-1, *(1 for _ in at.shape[1:]))
-    return cache[:, 0][slots, at]
-
-
 class Compressor(nn.Module):
     """The making of compressed rows from the projections of the tokens around them.
 
@@ -117,11 +103,3 @@ class Compressor(nn.Module):
             self.eps,
         )
         return {COMPRESSED: compressed, OPEN: opened}
-
-    def read(self, cache: Tensor) -> list[Tensor]:
-        """Return the rows [B, n, D] of a cache, and with an indexer its keys."""
-        r, g = self.ratio, self.group
-        count = cache.shape[2] // r
-        at = torch.arange(count, device=cache.device)[:, None] * r + torch.arange(r - g, r)
-        rows = cache[:, 0].index_select(1, at.flatten()).reshape(-1, count, g * cache.shape[3])
-        return [*rows[..., : sum(self.widths)].split(self.widths, dim=-1)]

@@ -5,7 +5,6 @@ Shapes: B slots, T tokens, E hidden size, N streams.
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.layers import RMSNorm
@@ -17,12 +16,6 @@ from mtpbuild.plugins.mix_streams.op import (
     mix_streams,
     sum_streams,
 )
-
-
-def norm_plainly(x: Tensor, eps: float) -> Tensor:
-    """Compute an RMSNorm over the last axis, without a weight."""
-    size = x.shape[-1:]
-    return F.rms_norm(x, size, x.new_ones(size), eps)
 
 
 @dataclass(frozen=True)

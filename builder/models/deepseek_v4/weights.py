@@ -80,13 +80,8 @@ def list_attention_weights(c: DeepseekV4Config, index: int, at: str, to: str) ->
         yield product(f"{to}.indexer.q_b_proj", queries)
         weights = StoredTensor(f"{indexer}.scorer.weights_proj.weight", (heads, E))
         yield product(f"{to}.indexer.weights_proj", weights)
-    stored = StoredTensor(f"{at}.o_a_proj.weight", (c.o_groups * rank, H * D // c.o_groups))
-    for g in range(c.o_groups):
-
-        def pick(w: Tensor, start: int = g * rank) -> Tensor:
-            return w[start : start + rank]
-
-        yield product(f"{to}.o_a_{g}", stored, rows=pick)
+    groups = StoredTensor(f"{at}.o_a_proj.weight", (c.o_groups * rank, H * D // c.o_groups))
+    yield product(f"{to}.o_a_proj", groups)
     yield product(f"{to}.o_b_proj", StoredTensor(f"{at}.o_b_proj.weight", (E, c.o_groups * rank)))
 
 

@@ -26,6 +26,13 @@ void scores(const mtp::Attention& a, const float* rows, float* out) {
   for (int r = 0; r < KEYS; r++) store(out + LANES * r, sums[r]);
 }
 
+// Scores rows r .. count - 1, fewer at once at the end.
+template <int KEYS>
+void score_rows(const mtp::Attention& a, const float* rows, int64_t r, int64_t count, float* out) {
+  for (; r + KEYS <= count; r += KEYS) scores<KEYS>(a, rows + r * a.stride, out + LANES * r);
+  if constexpr (KEYS > 1) score_rows<KEYS / 2>(a, rows, r, count, out);
+}
+
 // The rows of a chunk that each lane sees. A lane that sees any position sees all those from
 // `begin` to `common`.
 struct Seen {
@@ -72,6 +79,15 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
   for (int d = 0; d < VALUES; d++) store(mixed + LANES * d, sums[d]);
 }
 
+// Mixes values d .. latent - 1, fewer at once at the end.
+template <int VALUES>
+void mix_values(const mtp::Attention& a, const float* weights, Floats factor, const float* rows,
+                int64_t d, const Seen& seen, float* mixed) {
+  for (; d + VALUES <= a.latent; d += VALUES)
+    mix<VALUES>(weights, factor, rows + d, a.stride, seen, mixed + LANES * d);
+  if constexpr (VALUES > 1) mix_values<VALUES / 2>(a, weights, factor, rows, d, seen, mixed);
+}
+
 // Returns a pointer to a chunk's rows, which are adjacent: in the cache, in the fresh rows, or in
 // `copy` if the chunk has rows of both or the cache is bfloat16. The cache has whole chunks, unless
 // it has all positions.
@@ -111,21 +127,15 @@ void attend(const mtp::Attention& a, int64_t begin, int64_t end, float* copy,
   store(out.largest, same(LOWEST));
   store(out.total, same(0.0f));
   std::memset(out.mixed, 0, a.latent * LANES * sizeof(float));
-  for (int64_t at = begin; at < end; at += mtp::CHUNK) {
-    int64_t last = at + mtp::CHUNK < end ? at + mtp::CHUNK : end, count = last - at;
+  for (int64_t at = begin, last; at < end; at = last) {
+    int64_t next = (at / mtp::CHUNK + 1) * mtp::CHUNK, count = (next < end ? next : end) - at;
+    last = at + count;
     const float* rows = chunk_rows(a, at, last, copy);
     const float *keys = rows + a.keys, *values = rows + a.values;
-    int64_t r = 0;
-    for (; r + TILE_KEYS <= count; r += TILE_KEYS)
-      scores<TILE_KEYS>(a, keys + r * a.stride, chunk + LANES * r);
-    for (; r < count; r++) scores<1>(a, keys + r * a.stride, chunk + LANES * r);
+    score_rows<TILE_KEYS>(a, keys, 0, count, chunk);
     Seen seen(a, at, count);
     Floats factor = weigh(chunk, seen, out);
-    int64_t d = 0;
-    for (; d + TILE_KEYS <= a.latent; d += TILE_KEYS)
-      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, seen, out.mixed + LANES * d);
-    for (; d < a.latent; d++)
-      mix<1>(chunk, factor, values + d, a.stride, seen, out.mixed + LANES * d);
+    mix_values<TILE_KEYS>(a, chunk, factor, values, 0, seen, out.mixed);
   }
 }
 

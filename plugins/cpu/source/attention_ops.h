@@ -41,7 +41,7 @@ struct AttentionOp : FloatOperator {
     attend(call, Job(*this, q, cache, fresh), base, first, chosen, y);
   }
 
- private:
+ protected:
   struct Job {
     Rows rows;
     int64_t slots, heads, tokens, width, per_group;
@@ -247,8 +247,7 @@ struct AttentionOp : FloatOperator {
     }
     const Rows& rows = job.rows;
     int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
-    if (split == lanes.split)
-      begin = *std::min_element(lanes.from, lanes.from + lanes.count) / mtp::CHUNK * mtp::CHUNK;
+    if (split == lanes.split) begin = *std::min_element(lanes.from, lanes.from + lanes.count);
     bool meet = begin < lanes.base && lanes.base < end;
     auto copy = scratch<float>(meet || rows.halves ? mtp::CHUNK : 0, rows.stride);
     int64_t old = lanes.slot * rows.old * rows.stride;

@@ -114,6 +114,39 @@ struct Rows {
   }
 };
 
+// Compressed rows in a cache [B, 1, S, C] in fp32 or bfloat16. A row of `ratio` tokens lies in the
+// places of the last `group` of them, whose numbers are adjacent.
+struct CompressedCache {
+  struct Kind {
+    int64_t ratio, group;
+  };
+  Tensor cache;
+  int64_t count, stride, begin;  // of a slot: rows, numbers from one to the next, before the first
+  bool halves;
+
+  CompressedCache(const char* op, const Tensor& cache, Kind kind, int64_t slots, int64_t width)
+      : cache(cache), halves(cache.type == ort::BFLOAT16) {
+    REQUIRE(cache.rank() == 4 && cache.is({slots, 1, cache.shape[2], cache.shape[3]}) &&
+                (halves || cache.type == FLOAT),
+            op, "compressed rows " + cache.text() + " of " + std::to_string(slots) + " slots");
+    REQUIRE(kind.group > 0 && kind.group <= kind.ratio && width > 0 &&
+                width <= product(kind.group, cache.shape[3]),
+            op,
+            "compressed rows of " + std::to_string(width) + " numbers, each for " +
+                std::to_string(kind.ratio) + " tokens, in " + cache.text());
+    count = cache.shape[2] / kind.ratio;
+    stride = product(kind.ratio, cache.shape[3]);
+    begin = (kind.ratio - kind.group) * cache.shape[3];
+  }
+  // Returns `size` numbers of a row, from number `first` on. bfloat16 becomes fp32 in `memory`.
+  const float* at(int64_t slot, int64_t row, int64_t first, int64_t size, float* memory) const {
+    int64_t place = slot * cache.count(2, 4) + row * stride + begin + first;
+    if (!halves) return cache.data<float>() + place;
+    for (int64_t i = 0; i < size; i++) memory[i] = mtp::wide(cache.data<mtp::Bf16>()[place + i]);
+    return memory;
+  }
+};
+
 // The sizes of fresh rows [slots, 1, tokens, width].
 struct Fresh {
   int64_t slots, tokens, width;

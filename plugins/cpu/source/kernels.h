@@ -148,7 +148,7 @@ struct Kernels {
   void (*weigh)(const float* x, int64_t count, float top, float temperature, float* out);
   // Ties go to the lowest index; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
-  // Attends to positions begin .. end - 1: at most SPLIT, and begin is a multiple of SPLIT. rows:
+  // Attends to positions begin .. end - 1, which are within a SPLIT. rows:
   // scratch of CHUNK * stride floats, for chunks with cached and fresh rows, or with bfloat16 rows.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
   // Attends to int8 rows. out: a partial softmax of `latent` values for each LANES queries.

@@ -1,4 +1,6 @@
 // Mixtures of experts: routing, and experts with fp32 or integer weights.
+#include <cmath>
+
 #include "exponential.h"
 #include "registry.h"
 #include "weights.h"
@@ -187,24 +189,28 @@ struct SoftmaxRoute : FloatOperator {
 };
 
 // logits [.., X], bias [X] -> weights and ids [.., experts + always]: the `experts` experts with
-// the highest biased sigmoid in the kept groups, in falling order, ties by rising id; then experts
-// X, X + 1, .. with weight 1. A NaN in a row's logits or biases makes its weights NaN.
+// the highest biased score in the kept groups, in falling order, ties by rising id; then experts
+// X, X + 1, .. with weight 1. A score is a sigmoid, or sqrt(log(1 + exp(logit))) if `roots`. With a
+// table [V, experts] of ids in place of the bias, the tokens [..] choose the experts. A NaN in a
+// row's logits or biases makes its weights NaN.
 struct Route : FloatOperator {
   static constexpr const char* name = "Route";
-  static constexpr Operand inputs[] = {FLOAT, FLOAT};
+  static constexpr Operand inputs[] = {FLOAT, maybe(FLOAT), maybe(FLOAT), maybe(INT64)};
   static constexpr Operand results[] = {FLOAT, INT32};
   using FloatOperator::FloatOperator;
   int64_t groups = from.integer("groups"), kept = from.integer("kept");
   int64_t experts = from.integer("experts"), always = from.integer("always");
-  bool normalise = from.flag("normalise");
+  bool normalise = from.flag("normalise"), roots = from.value_or<int64_t>("roots", 0);
   float factor = from.real("factor");
 
   void compute(Call& call) const {
-    Tensor logits = call.input(0), bias = call.input(1);
+    Tensor logits = call.input(0), bias = call.input(1, true), table = call.input(2, true);
     int64_t all = logits.last();
-    bool fit = logits.rank() > 0 && bias.is({all}) && groups > 0 && all % groups == 0 && kept > 0 &&
-               kept <= groups && experts > 0 && always >= 0 && always <= INT32_MAX - all &&
-               experts <= all / groups * kept;
+    Chosen by(call, table, logits, experts);
+    std::vector<float> zeros(bias.memory ? 0 : all, 0.0f);
+    bool fit = logits.rank() > 0 && (bias.is({all}) || by.table) && groups > 0 &&
+               all % groups == 0 && kept > 0 && kept <= groups && experts > 0 && always >= 0 &&
+               always <= INT32_MAX - all && experts <= all / groups * kept;
     REQUIRE(fit, name, "logits " + logits.text() + ", bias " + bias.text());
     int64_t chosen = experts + always, rows = logits.rows();
     std::vector<int64_t> shape = logits.with_last(chosen);
@@ -212,15 +218,47 @@ struct Route : FloatOperator {
     int32_t* ids = call.output<int32_t>(shape, 1);
     run_tasks(call, rows, product(rows, all, 16), [&](int64_t m) {
       const float* row = logits.data<float>() + m * all;
-      choose(row, bias.data<float>(), all, weights + m * chosen, ids + m * chosen);
+      choose(row, bias.memory ? bias.data<float>() : zeros.data(), by.row(m, all), all,
+             weights + m * chosen, ids + m * chosen);
     });
   }
 
  private:
-  void choose(const float* logits, const float* bias, int64_t all, float* weights,
+  // The table of ids and the tokens, if there are any.
+  struct Chosen {
+    const float* table;
+    const int64_t* tokens = nullptr;
+    int64_t count, vocabulary = 0;
+
+    Chosen(Call& call, const Tensor& given, const Tensor& logits, int64_t count)
+        : table(given.data<float>()), count(count) {
+      if (!table) return;
+      Tensor ids = call.input(3);
+      tokens = ids.data<int64_t>();
+      vocabulary = given.rank() == 2 ? given.shape[0] : 0;
+      REQUIRE(count > 0 && given.is({vocabulary, count}) && logits.rank() > 0 &&
+                  ids.count() == logits.rows(),
+              name, "a table " + given.text() + " for tokens " + ids.text());
+    }
+    // Returns the ids of token m, or null without a table.
+    const float* row(int64_t m, int64_t all) const {
+      if (!table) return nullptr;
+      REQUIRE(tokens[m] >= 0 && tokens[m] < vocabulary, name,
+              "no token " + std::to_string(tokens[m]) + " of " + std::to_string(vocabulary));
+      const float* ids = table + tokens[m] * count;
+      float most = static_cast<float>(all);
+      REQUIRE(std::all_of(ids, ids + count, [&](float id) { return id >= 0.0f && id < most; }),
+              name, "no expert of " + std::to_string(all) + " in the table");
+      return ids;
+    }
+  };
+
+  void choose(const float* logits, const float* bias, const float* own, int64_t all, float* weights,
               int32_t* ids) const {
     std::vector<float> scores(all), biased(all);
-    k.sigmoid(logits, all, scores.data());
+    if (!roots) k.sigmoid(logits, all, scores.data());
+    for (int64_t i = 0; roots && i < all; i++)
+      scores[i] = static_cast<float>(std::sqrt(mtp::softplus(logits[i])));
     bool ordered = true;
     for (int64_t i = 0; i < all; i++) {
       biased[i] = scores[i] + bias[i];
@@ -248,7 +286,7 @@ struct Route : FloatOperator {
     }
     float total = 0.0f;
     for (int64_t i = 0; i < experts; i++) {
-      int64_t best = highest(biased.data(), taken);
+      int64_t best = own ? static_cast<int64_t>(own[i]) : highest(biased.data(), taken);
       taken[best] = 1;
       ids[i] = static_cast<int32_t>(best);
       total += weights[i] = scores[best];

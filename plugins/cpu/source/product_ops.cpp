@@ -5,22 +5,63 @@
 namespace {
 
 // x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times a weight for each of H heads
-// -> [B, H, T, N]; with optional norm and sum (NormAndAdd).
+// -> [B, H, T, N]; with optional norm and sum (NormAndAdd). groups: x [.., groups * K], of which
+// each group of outputs takes a part.
 struct Product : FloatOperator {
   static constexpr const char* name = "Product";
   static constexpr Operand inputs[] = {FLOAT, ANY, maybe(FLOAT16), maybe(FLOAT), maybe(FLOAT)};
   using FloatOperator::FloatOperator;
   int64_t outputs = from.value_or<int64_t>("N", 0);  // of a packed weight; 0 if it is not packed
+  int64_t groups = from.value_or<int64_t>("groups", 1);
   float epsilon = from.value_or("epsilon", 0.0f);
 
   void compute(Call& call) const {
     Tensor x = call.input(0), values = call.input(1);
     bool heads = values.rank() == (outputs ? 4 : 3);
     Weight weight = weight_of(name, values, call.input(2, true), heads, outputs);
-    std::visit([&](const auto& w) { multiply(call, x, w, heads); }, weight);
+    std::visit(
+        [&](const auto& w) {
+          groups == 1 ? multiply(call, x, w, heads) : multiply_groups(call, x, w);
+        },
+        weight);
   }
 
  private:
+  // Multiplies whole panels; those at the border of two groups are multiplied in both.
+  template <class W>
+  void multiply_groups(Call& call, const Tensor& x, const W& w) const {
+    REQUIRE(x.rank() > 0 && groups > 0 && w.matrices == 1 && w.outputs % groups == 0 &&
+                x.last() == product(groups, w.inputs),
+            name,
+            "rows " + x.text() + " times " + std::to_string(groups) + " groups of " +
+                std::to_string(w.inputs) + " inputs");
+    REQUIRE(!call.input(3, true).memory && !call.input(4, true).memory, name,
+            "groups with a norm or a sum");
+    float* y = call.output(x.with_last(w.outputs));
+    int64_t rows = x.rows(), each = w.outputs / groups, pieces = ceil_div(rows, ROWS);
+    int64_t most = min(ceil_div(each, PANEL) + 1, w.panels);  // panels of a group
+    int64_t wide = W::share(most), shares = ceil_div(most, wide);
+    Inputs<W> inputs(k, call, w, x.data<float>(), product(rows, groups));
+    run_tasks(call, product(groups, shares, pieces), W::work(rows, product(w.inputs, w.outputs)),
+              [&](int64_t t) {
+                int64_t group = t / pieces / shares, first = t % pieces * ROWS;
+                int64_t some = min(ROWS, rows - first), begin = group * each, end = begin + each;
+                int64_t panel = begin / PANEL + t / pieces % shares * wide, column = panel * PANEL;
+                int64_t last = min(ceil_div(end, PANEL), panel + wide) * PANEL;
+                if (last <= column) return;
+                alignas(64) float own[ROWS][WIDE * PANEL];
+                const typename W::Input* in[ROWS] = {};
+                float* out[ROWS] = {};
+                for (int64_t i = 0; i < some; i++)
+                  in[i] = inputs[(first + i) * groups + group], out[i] = own[i];
+                w.multiply(k, 0, panel, min(last, w.outputs) - column, some, in, out);
+                begin = std::max(begin, column), end = min(end, last);
+                for (int64_t i = 0; i < some; i++)
+                  std::copy_n(own[i] + begin - column, end - begin,
+                              y + (first + i) * w.outputs + begin);
+              });
+  }
+
   template <class W>
   void multiply(Call& call, const Tensor& x, const W& w, bool heads) const {
     bool fits = heads ? x.rank() == 4 && x.shape[1] == w.matrices : x.rank() > 0;
