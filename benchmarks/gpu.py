@@ -28,6 +28,9 @@ layers (its `share` is the aim), then the slice's own step in the variants of `e
 `error` is the median token's, from the same program run eagerly. The programs contain the sums
 between ranks, but there are no other ranks to sum.
 
+`v4` is the step with nextn 3 of three of DeepSeek-V4-Flash's layers, its module and its head, in
+bf16, with random weights and 65,536 cached tokens, in the same variants.
+
 `engine` is a decode step of deepseek-tiny, one request: target onnxruntime on the CPU, PyTorch
 eagerly, target inductor launched kernel by kernel, as one CUDA graph, and with overlapping steps.
 `error` there counts the tokens that differ from the first row's.
@@ -53,7 +56,8 @@ from on_gpu.kernels import Attention, Experts, acceptance, attention, experts
 from on_gpu.machine import Machine, Row, cells, measure_machine
 from on_gpu.more_kernels import Product, mixed, products, scaled_experts, writes
 from on_gpu.r1 import r1_slice
-from on_gpu.slices import check_memory, r1_share, small
+from on_gpu.slice_step import run_slice
+from on_gpu.slices import Slice, check_memory, r1_share, small, small_v4, v4_slice
 from rich.console import Console
 from rich.table import Table
 
@@ -75,6 +79,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
             "writes": writes([(2, 3, 20, 24)], machine),
             "mixed": mixed([(2, 3, 300)], machine),
             "slice": r1_slice(small((0, 2)), machine, arguments.compiled),
+            "v4": run_slice(small_v4((2,)), machine, arguments.compiled, None, "V4"),
             **({"engine": engine(folder, machine)} if folder else {}),
         }
     batches, contexts = ((1, 16), (1024, 16384)) if quick else ((1, 4, 16, 64), (1024, 8192, 65536))
@@ -103,6 +108,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
         "writes": writes([(b, 4, 4096, 576) for b in batches], machine),
         "mixed": mixed([(b, 4, 129280) for b in batches[:2]], machine),
         "slice": r1_rows((0, 3) if quick else (0, 1, 2, 3), arguments, machine),
+        "v4": v4_rows(arguments, machine),
         "engine": engine(folder, machine),
     }
 
@@ -117,12 +123,23 @@ def r1_rows(
     nextn: tuple[int, ...], arguments: argparse.Namespace, machine: Machine
 ) -> Iterator[Row]:
     case = r1_share(arguments.tp, nextn, arguments.weights)
+    name = f"{arguments.weights}-tp{arguments.tp}-nextn{max(nextn)}of{len(nextn)}"
+    yield from r1_slice(case, machine, True, keep_programs(arguments, case, name))
+
+
+def v4_rows(arguments: argparse.Namespace, machine: Machine) -> Iterator[Row]:
+    case = v4_slice((3,))
+    yield from run_slice(case, machine, True, keep_programs(arguments, case, "v4"), "V4")
+
+
+def keep_programs(arguments: argparse.Namespace, case: Slice, name: str) -> Path | None:
+    """Return where the slice's programs are kept, if they are; raise UsageError if it can't fit."""
     check_memory(case)
-    programs: Path | None = arguments.programs
-    if programs is not None:
-        programs /= f"{arguments.weights}-tp{arguments.tp}-nextn{max(nextn)}of{len(nextn)}"
-        programs.mkdir(parents=True, exist_ok=True)
-    yield from r1_slice(case, machine, compiled=True, programs=programs)
+    if arguments.programs is None:
+        return None
+    programs: Path = arguments.programs / name
+    programs.mkdir(parents=True, exist_ok=True)
+    return programs
 
 
 def main() -> None:
@@ -130,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    sections = "attention, acceptance, experts, products, scaled, writes, mixed, slice, engine"
+    sections = "attention, acceptance, experts, products, scaled, writes, mixed, slice, v4, engine"
     parser.add_argument("--only", help=f"sections, with commas, of {sections}; default: all")
     parser.add_argument("--engine", type=Path, help="engine of deepseek-tiny; default: builds one")
     parser.add_argument("--rows", type=Path, help="file to append each row to, as JSON")

@@ -1,4 +1,4 @@
-"""Runs seven commands of under 8 minutes each on a GPU, in the order in which to read the results.
+"""Runs eight commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
     python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all
         python benchmarks/gpu_run.py --smoke       # no GPU: runs small versions of all commands
@@ -8,6 +8,7 @@
     rooflines  each kernel's time and its bound, R1's shapes, fp8 and nvfp4 too
     tiny       deepseek-tiny: eager, engine, graph, overlap; tokens of the CPU's engine
     slice      a rank's share of R1's layers, part by part
+    v4         a step of three of DeepSeek-V4-Flash's layers after 65,536 tokens
     nccl       a world of one: sums in a compiled program, launched, then captured
     tensorrt   tests/gpu/test_tensorrt.py: deepseek-tiny, the tokens of the CPU's engine
 
@@ -139,6 +140,12 @@ def commands(engine: Path | None) -> list[Command]:
             "slice",
             (*GPU, "--only", "slice", "--quick", *rows),
             (*GPU, smoke, "--only", "slice", *rows),
+            measured,
+        ),
+        Command(
+            "v4",
+            (*GPU, "--only", "v4", *rows),
+            (*GPU, smoke, "--only", "v4", *rows),
             measured,
         ),
         Command("nccl", (nccl, *rows), (nccl, smoke, *rows), checked),

@@ -33,11 +33,12 @@ from mtpbuild.plugins.grouped_rows.op import (
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.matmul_scaled.op import matmul_scaled
 from mtpbuild.plugins.matmul_wide.op import matmul_wide
+from mtpbuild.plugins.mix_streams.op import balance_streams
 from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
 from mtpbuild.plugins.mla_packed.op import mla_packed
 from mtpbuild.plugins.mla_rows.op import mla_rows, mla_rows_write
-from mtpbuild.plugins.moe.op import moe, moe_route
+from mtpbuild.plugins.moe.op import moe, moe_route, root_route
 from mtpbuild.plugins.norm_sum.op import norm_sum
 from mtpbuild.plugins.product_packed.op import product_packed
 from mtpbuild.plugins.rope.op import rope
@@ -74,7 +75,7 @@ IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into"
 
 # Ops whose GPU facets take the partial sums of a product as their first operand and add them. This
 # saves a launch if no other op reads that product.
-SUM_PARTS = (mla_queries, mla_rows, mla_rows_write, moe_route)
+SUM_PARTS = (balance_streams, mla_queries, mla_rows, mla_rows_write, moe_route, root_route)
 
 
 def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:

@@ -1,5 +1,7 @@
 """A rank's model of random weights, in the dtypes and formats of `mtpbuild build`."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models.common.blocks import ScaledWeight
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.program.opened_model import make_model
 from mtpbuild.builder.targets.inductor.pipeline import INDUCTOR_CUDA
 from mtpbuild.builder.weights.quantised_view import format_by
@@ -36,13 +39,17 @@ def empty_model(case: Slice, device: str) -> CausalLM:
 
 
 def with_frequencies(model: CausalLM, case: Slice, device: str) -> CausalLM:
-    c = case.config
+    c: Any = case.config
     model.rope.inv_freq = compute_inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
+    if isinstance(c, DeepseekV4Config):
+        far = compute_inverse_frequencies(c.row_rope, c.qk_rope_head_dim)
+        model.rope.get_submodule("far").register_buffer("inv_freq", far.to(device), False)
     return model.eval()
 
 
 def random_model(case: Slice, device: str) -> CausalLM:
     """Make a model in which products keep their input's scale, and no expert is preferred."""
+    config: Any = case.config
     model = meta_model(case)
     inside = {
         f"{name}.{part}"
@@ -61,6 +68,8 @@ def random_model(case: Slice, device: str) -> CausalLM:
             values.normal_(std=weight.shape[-2] ** -0.5)
         else:
             values.fill_(0 if name.endswith(("_bias", ".rank")) or name == "rank" else 1)
+        if name.endswith(".gate.table"):  # experts of each token
+            values.random_(0, config.n_routed_experts)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
     return with_frequencies(model, case, device)

@@ -81,7 +81,7 @@ class Bench:
         for spec in make_state_specs(self.plan(self.most)):
             dtype = getattr(torch, spec.dtype)
             tensor = torch.zeros(spec.shape, dtype=dtype, device=self.machine.device)
-            made[spec.name] = tensor.normal_() if spec.role == "rows" else tensor
+            made[spec.name] = tensor.normal_() if spec.role in ("rows", "window") else tensor
         made["lengths"].fill_(self.case.context)
         made["num_drafts"].fill_(self.most)
         assert self.model.embed_tokens is not None

@@ -1,27 +1,41 @@
-"""Times the slice's whole step: eager, compiled, as one CUDA graph, and with overlapping steps.
+"""Times a slice's whole step: eager, compiled, as one CUDA graph, and with overlapping steps.
 
-None of its figures is a speedup of R1, because head and MTP module outweigh four layers.
+None of its figures is a speedup of the model, because head and MTP module outweigh few layers.
 """
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mtpbuild.builder.program.programs import Program
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.gpu.torch_cuda import Gpu
-from on_gpu.machine import Row, difference
+from on_gpu.machine import Machine, Row, difference
 from on_gpu.parts import State
 from on_gpu.slice_bench import Bench, Eagerly, Runner
+from on_gpu.slices import Slice
 
 STEPS = 32  # steps of a timed run; each may emit nextn + 1 tokens
 OFF = 0.5  # allowed error of a log-probability: on a tie of two experts, either may be chosen
 Launch = Callable[[], Callable[[], Tensor]]  # queues a step; the result waits for its tokens
 
 
-def own_step(bench: Bench) -> Iterator[Row]:
+def run_slice(
+    case: Slice, machine: Machine, compiled: bool, programs: Path | None, model: str
+) -> Iterator[Row]:
+    """Yield rows of the slice's step alone; programs: as `r1_slice` has it."""
+    sharing = load_target("inductor").compiling() if compiled else nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, sharing:
+        yield from own_step(Bench(case, machine, compiled, programs or Path(scratch)), model)
+
+
+def own_step(bench: Bench, model: str = "R1") -> Iterator[Row]:
     """Time each variant; the error compares the first step's log-probabilities with eager ones."""
     nextn = bench.most
     wanted: Tensor | None = None
@@ -32,7 +46,9 @@ def own_step(bench: Bench) -> Iterator[Row]:
             torch.cuda.synchronize()  # steps use their own stream
         logprobs = launch()()
         wanted = logprobs if wanted is None else wanted
-        row = Row("R1 slice", f"nextn {nextn}, {name}", difference(logprobs, wanted), limit=OFF)
+        row = Row(
+            f"{model} slice", f"nextn {nextn}, {name}", difference(logprobs, wanted), limit=OFF
+        )
         if bench.machine.bandwidth:
             row.microseconds = min(paced(launch, state, beginning, overlap) for _ in range(3))
             first = first or row.microseconds

@@ -1,13 +1,13 @@
-"""The slices to measure: a rank's share of some layers of R1, and a small substitute."""
+"""The slices to measure: some layers of DeepSeek-V4, a rank's share of R1's, small substitutes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from mtpbuild.builder.checkpoint.config import RopeConfig
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.checkpoint.config import ModelConfig, RopeConfig
+from mtpbuild.builder.models import find_family_of, load_config
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan.recipe import find_recipe_folder
 from mtpbuild.builder.weights.scheme import UNQUANTISED
@@ -18,12 +18,12 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Slice:
-    """Rank 0's part of `config`; dense, moe: numbers of main layers in the whole model.
+    """Rank 0's part of `config`; dense, moe: numbers of main layers in the whole model, for R1.
 
     weights: the checkpoint's format, in which products stay, as in an engine.
     """
 
-    config: DeepseekV3Config
+    config: ModelConfig
     dense: int
     moe: int
     context: int  # cached tokens
@@ -82,11 +82,30 @@ def small(nextn: tuple[int, ...]) -> Slice:
     return Slice(config, 3, 58, 40, nextn, "float32", Ranks(2))
 
 
+def v4_slice(nextn: tuple[int, ...], context: int = 65536) -> Slice:
+    """Return Flash's layers 2 to 4, which choose rows, see all rows and choose, with its module."""
+    whole = load_config(find_recipe_folder() / "deepseek_v4_flash_preview")
+    return Slice(whole.sliced(2, 3), 0, whole.num_hidden_layers, context, nextn, "bfloat16")
+
+
+def small_v4(nextn: tuple[int, ...]) -> Slice:
+    """Return a slice of the same kinds of layers for a machine without a GPU."""
+    case = v4_slice(nextn, 160)
+    assert isinstance(case.config, DeepseekV4Config)
+    sizes = {
+        "vocab_size": 160, "hidden_size": 48, "moe_intermediate_size": 32, "n_routed_experts": 12,
+        "num_experts_per_tok": 3, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
+        "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 16,
+        "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8,
+    }  # fmt: skip
+    return replace(case, config=replace(case.config, **sizes), dtype="float32")
+
+
 def check_memory(case: Slice, free: int | None = None) -> None:
     """Raise UsageError if the slice does not fit into the GPU's free bytes."""
     free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
-        model = DeepseekV3(case.config, case.ranks)
+        model = find_family_of(case.config).make_model(case.config, case.ranks)
         values = sum(weight.numel() for weight in model.parameters())
     needed = 2 * values + (4 << 30)
     if needed > free:

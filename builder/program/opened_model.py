@@ -21,7 +21,7 @@ from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import Family, ModelConfig, find_family_of
 from mtpbuild.builder.models.common.blocks import make_weight_module, replace_parameter
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.moe import GatheredMoE
+from mtpbuild.builder.models.common.moe import ExpertStack
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import Layout, Share, StoredTensor
 from mtpbuild.builder.models.heads import find_head_of
@@ -206,7 +206,7 @@ def make_model(table: WeightTable, style: GraphStyle, device: str) -> CausalLM:
         set_dtype(model, FLOATS[style.dtype], style.for_gpu)
         for name in table.joined:
             module = model.get_submodule(name)
-            assert isinstance(module, GatheredMoE)
+            assert isinstance(module, ExpertStack)
             module.stack_shared_expert()
         if table.shares_embedding:
             model.embed_tokens = None

@@ -21,6 +21,14 @@ def place_tokens(base: Tensor, first: Tensor, tokens: int) -> Tensor:
     return (base + first)[:, None] + torch.arange(tokens, device=base.device)
 
 
+def place_queries(
+    base: Tensor, first: Tensor, tokens: int, fresh: Tensor, written: bool
+) -> Tensor:
+    """Do `place_tokens`, but after the last fresh row only if the cache has the rows, too."""
+    position = place_tokens(base, first, tokens)
+    return position if written else position.minimum(base[:, None] + (fresh.shape[2] - 1))
+
+
 def read_compressed(cache: Tensor, ratio: int, group: int, first: int, width: int) -> Tensor:
     """Return numbers `first` .. of the compressed rows of a cache [B, 1, S, C]: [B, n, width].
 
@@ -37,6 +45,13 @@ def see_complete(position: Tensor, rows: int, ratio: int) -> Tensor:
     """Return which compressed rows are complete for queries at [B, T]: [B, T, rows] bool."""
     complete = (position + 1) // ratio
     return torch.arange(rows, device=position.device) < complete[..., None]
+
+
+def norm_queries(q: Tensor, heads: int, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Norm queries [B, T, H D] by head, without a weight, and rotate them: [B, H, T, D]."""
+    q = q.unflatten(-1, (heads, -1))
+    size = q.shape[-1:]
+    return rotate_end(F.rms_norm(q, size, q.new_ones(size), eps), cos, sin).transpose(1, 2)
 
 
 def attention_layout(known: Mapping[str, Any]) -> dict[str, float]:
@@ -81,11 +96,8 @@ def compressed_attention(
     A query after the last fresh row sees what one at its place does.
     """
     (S, D), H = cache.shape[2:], sinks.shape[0]
-    q = q.unflatten(-1, (H, D))
-    q = rotate_end(F.rms_norm(q, (D,), q.new_ones(D), eps), cos, sin).transpose(1, 2)
-    position = place_tokens(base, first, q.shape[2])
-    if not written:  # there are no rows after the fresh ones
-        position = position.minimum(base[:, None] + (fresh.shape[2] - 1))
+    q = norm_queries(q, H, cos, sin, eps)
+    position = place_queries(base, first, q.shape[2], fresh, written)
     before = base[:, None] + torch.arange(1 - window, 0, device=base.device)
     places = before.clamp(min=0)
     if isinstance(S, int):  # else a cache of all positions
@@ -104,10 +116,10 @@ def compressed_attention(
             none = torch.zeros_like(F.pad(complete, (0, 1)))
             complete = none.scatter(-1, torch.where(chosen < 0, count, chosen), True)[..., :count]
         keys, seen = torch.cat([keys, entries], dim=1), torch.cat([seen, complete], dim=-1)
-    scores = (q @ keys[:, None].mT) * D**-0.5
+    scores = (q @ keys[:, None].mT).float() * D**-0.5
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     sink = sinks[:, None, None].expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1].type_as(keys)
     o = (weights @ keys[:, None]).transpose(1, 2)
     return rotate_end(o, cos, -sin).flatten(2)
 
@@ -136,9 +148,9 @@ def choose_compressed(
     T, heads = weights.shape[1:]
     q = rotate_end(q.unflatten(-1, (heads, -1)), cos, sin)
     size = q.shape[-1]
-    keys = read_compressed(cache, ratio, group, place, size).type_as(q)
-    raw = (q.flatten(1, 2) @ keys.mT).unflatten(1, (T, heads))  # [B, T, H, n]
-    scaled = weights[..., None] * heads**-0.5 * (raw * size**-0.5).relu()
+    keys = read_compressed(cache, ratio, group, place, size).float()
+    raw = (q.flatten(1, 2).float() @ keys.mT).unflatten(1, (T, heads))  # [B, T, H, n]
+    scaled = weights.float()[..., None] * heads**-0.5 * (raw * size**-0.5).relu()
     seen = see_complete(place_tokens(base, first, T), keys.shape[1], ratio)
     scores = scaled.sum(2).masked_fill(~seen, float("-inf"))
     padded = F.pad(scores, (0, count), value=float("-inf"))

@@ -71,7 +71,7 @@ def compress_rows(
     token = torch.arange(W * r, device=numbers.device) - (W - 1) * r
     places = (numbers[..., None] * r + token).clamp(min=0) % opened.shape[2]
     slots = torch.arange(opened.shape[0], device=numbers.device)[:, None, None]
-    value, gate = opened[:, 0][slots, places].unflatten(2, (W, r)).chunk(2, dim=-1)
+    value, gate = opened[:, 0][slots, places].float().unflatten(2, (W, r)).chunk(2, dim=-1)
     gate = gate + bias
     if W > 1:  # before the first token there is no window
         there = (numbers > 0)[..., None] | (torch.arange(W, device=numbers.device) > 0)
@@ -85,5 +85,5 @@ def compress_rows(
         )
         at += W * D
         row = (values * gates.softmax(2)).sum(2)
-        parts.append(rotate_end(F.rms_norm(row, norm.shape, norm, eps), *angles))
+        parts.append(rotate_end(F.rms_norm(row, norm.shape, norm.float(), eps), *angles))
     return torch.cat(parts, dim=-1)

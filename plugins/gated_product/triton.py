@@ -19,11 +19,20 @@ from mtpbuild.plugins.launch import (
 
 
 @triton.jit
+def gate_by_silu(gate, up, LIMIT: tl.constexpr):
+    """Return silu(gate) * up, within the limit that `apply_gate` has; NaN stay NaN."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(tl.abs(up) > LIMIT, tl.where(up > 0, LIMIT, -LIMIT), up)
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
 def gated(
     x, gate_up,
     rows,
     inner,
-    DEPTH: tl.constexpr, INNER: tl.constexpr,
+    DEPTH: tl.constexpr, INNER: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program i computes BLOCK_N columns of silu(x gate) * (x up) for all rows."""
@@ -40,11 +49,11 @@ def gated(
         there = (k < DEPTH)[:, None] & right
         gate = tl.dot(tile, tl.load(of, there, 0.0), gate, input_precision="ieee")
         up = tl.dot(tile, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
-    value = gate * tl.sigmoid(gate) * up
+    value = gate_by_silu(gate, up, LIMIT)
     tl.store(inner + m * INNER + n, value.to(inner.dtype.element_ty), some & right)
 
 
-def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
+def gated_product_launches(x: Tensor, gate_up: Tensor, limit: float = 0.0) -> Launches:
     """Return the op's launch. Raises NotImplementedError for more than `MAX_TOKENS` tokens."""
     (*slots, E), width = x.shape, gate_up.shape[1] // 2
     rows = x.numel() // E
@@ -53,8 +62,8 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
     inner = x.new_empty(*slots, width)
     wide = 32
     stages = STAGES if shared_memory(x.device) == AOT_SHARED else 8
-    constants = {"DEPTH": E, "INNER": width, "BLOCK_M": round_up_to_tile(rows), "BLOCK_N": wide}
-    constants["BLOCK_K"] = inputs_of_tile(x, E)
+    constants = {"DEPTH": E, "INNER": width, "LIMIT": limit, "BLOCK_N": wide}
+    constants |= {"BLOCK_M": round_up_to_tile(rows), "BLOCK_K": inputs_of_tile(x, E)}
     grid = (cdiv(width, wide),)
     launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=stages)
     return Launches((launch,), inner)

@@ -15,7 +15,8 @@ NODE = Node("MixStreams", renamed={"norm_eps": "epsilon"})
 def empty_inputs(x: Tensor, base: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty tensors like the results of mix_streams."""
     count = base.shape[0] - x.shape[-1] // norm.shape[0]
-    return x.new_empty(*x.shape[:-1], norm.shape[0]), x.new_empty(*x.shape[:-1], count)
+    weights = x.new_empty(*x.shape[:-1], count, dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], norm.shape[0]), weights
 
 
 @define(empty_inputs, NODE)
@@ -37,16 +38,37 @@ def mix_streams(
     [B, T, E], normed by norm [E], and the result's weights [B, T, N + N N].
     """
     N = x.shape[-1] // norm.shape[0]
-    numbers = weigh(x, fn, norm_eps)
-    factors = torch.cat([scale[i].expand(n) for i, n in enumerate((N, N, N * N))])
-    pre, post, comb = (numbers * factors + base).split([N, N, N * N], dim=-1)
-    comb = comb.unflatten(-1, (N, N)).softmax(-1) + eps
+    pre, weights = balance_streams(weigh(x, fn, norm_eps), base, scale, N, iterations, eps)
+    return sum_normed(x, pre, norm, norm_eps), weights
+
+
+@define(
+    lambda numbers, streams: (
+        numbers.new_empty(*numbers.shape[:-1], streams),
+        numbers.new_empty(*numbers.shape[:-1], streams + streams * streams),
+    )
+)
+def balance_streams(
+    numbers: Tensor, base: Tensor, scale: Tensor, streams: int, iterations: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Turn the products [B, T, N + N + N N] of `mix_streams` into weights, with N = streams.
+
+    Returns those of the streams [B, T, N], and those of the branch's result [B, T, N + N N].
+    """
+    pre, post, comb = split_scaled(numbers, base, scale, streams)
+    comb = comb.softmax(-1) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + eps)
         comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    weights = torch.cat([2 * post.sigmoid(), comb.flatten(-2)], dim=-1)
-    return sum_normed(x, pre.sigmoid() + eps, norm, norm_eps), weights
+    return pre.sigmoid() + eps, torch.cat([2 * post.sigmoid(), comb.flatten(-2)], dim=-1)
+
+
+def split_scaled(numbers: Tensor, base: Tensor, scale: Tensor, N: int) -> tuple[Tensor, ...]:
+    """Scale the products, and add the base: [B, T, N], [B, T, N] and [B, T, N, N]."""
+    factors = torch.cat([scale[i].expand(n) for i, n in enumerate((N, N, N * N))])
+    pre, post, comb = (numbers * factors + base).split([N, N, N * N], dim=-1)
+    return pre, post, comb.unflatten(-1, (N, N))
 
 
 @define(
@@ -86,17 +108,18 @@ def join_branch(x: Tensor, branch: Tensor, weights: Tensor) -> Tensor:
     E = branch.shape[-1]
     N = x.shape[-1] // E
     post, comb = weights.split([N, N * N], dim=-1)
-    mixed = comb.unflatten(-1, (N, N)).mT @ x.unflatten(-1, (N, E))
-    return (post[..., None] * branch[..., None, :] + mixed).flatten(-2)
+    mixed = comb.unflatten(-1, (N, N)).mT @ x.unflatten(-1, (N, E)).float()
+    return (post[..., None] * branch[..., None, :] + mixed).flatten(-2).type_as(x)
 
 
 def weigh(x: Tensor, fn: Tensor, eps: float) -> Tensor:
     """Multiply x, normed without a weight, by fn."""
     size = x.shape[-1:]
-    return F.rms_norm(x, size, x.new_ones(size), eps) @ fn
+    x = x.float()
+    return F.rms_norm(x, size, x.new_ones(size), eps) @ fn.float()
 
 
 def sum_normed(x: Tensor, weights: Tensor, norm: Tensor, eps: float) -> Tensor:
     """Return the weighed sum [B, T, E] of the streams, normed."""
     total = (weights[..., None] * x.unflatten(-1, (-1, norm.shape[0]))).sum(-2)
-    return F.rms_norm(total, norm.shape, norm, eps)
+    return F.rms_norm(total, norm.shape, norm.float(), eps).type_as(x)

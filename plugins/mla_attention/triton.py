@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mtpbuild.plugins.definition import bind
 from mtpbuild.plugins.launch import (
@@ -32,9 +33,10 @@ def mla_partial(
     capacity, fresh_rows,
     out, lse,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr, WANTED: tl.constexpr,
-    LEAST: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, FRESH_WIDTH: tl.constexpr, FRESH_AT: tl.constexpr, COUNT: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
+    ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
@@ -47,7 +49,8 @@ def mla_partial(
     fresh rows are not.
 
     With `chosen`, a block's query rows are heads of one token. Its COUNT positions are distributed
-    over the splits, and a split reads the rows at its positions. Rows have WIDTH values.
+    over the splits, and a split reads the rows at its positions. Rows have WIDTH values, fresh ones
+    FRESH_WIDTH, of which the first FRESH_AT are left out.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -78,7 +81,7 @@ def mla_partial(
     share = tl.cdiv(tiles, used) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, total)
-    old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * WIDTH
+    old, new = cache + b * capacity * WIDTH, fresh + b * fresh_rows * FRESH_WIDTH + FRESH_AT
     if chosen is not None:
         places = chosen + (b * TOKENS + token) * COUNT
         newest = length + fresh_rows - 1
@@ -89,7 +92,9 @@ def mla_partial(
         j = n + tl.arange(0, BLOCK_N)
         at, seen = old + j.to(tl.int64) * WIDTH, j < end
         if chosen is not None:
-            at, seen = _at_places(places, n, end, old, new, length, newest, WIDTH, BLOCK_N)
+            at, seen = _at_places(
+                places, n, end, old, new, length, newest, WIDTH, FRESH_WIDTH, FRESH_AT, BLOCK_N
+            )
         top, weight, mixed = _attend(
             queries, some, query, turned, at, seen, seen[None, :], scale, top, weight, mixed,
             RANK, ROPE, LATENT, ROTARY, CHUNK, PRECISION,
@@ -103,7 +108,7 @@ def mla_partial(
             end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # rows after that may be garbage
             for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
                 j = n + tl.arange(0, BLOCK_N)
-                at, there = new + j.to(tl.int64) * WIDTH, j < end_fresh
+                at, there = new + j.to(tl.int64) * FRESH_WIDTH, j < end_fresh
                 seen = (j[None, :] <= last[:, None]) & there[None, :]
                 top, weight, mixed = _attend(
                     queries, some, query, turned, at, there, seen, scale, top, weight, mixed,
@@ -121,7 +126,7 @@ def mla_partial(
 @triton.jit
 def _at_places(
     places, n, end, old, new, length, newest,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    WIDTH: tl.constexpr, FRESH_WIDTH: tl.constexpr, FRESH_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to a tile's chosen rows, and which of them are seen.
 
@@ -132,8 +137,8 @@ def _at_places(
     place = tl.load(places + j, j < end, -1)
     seen = ((place >= 0) & (place <= newest)) | (j == 0)
     place = tl.minimum(tl.maximum(place, 0), newest)
-    at = tl.where(place < length, old + place * WIDTH, new + (place - length) * WIDTH)
-    if WIDTH % 8 == 0:
+    at = tl.where(place < length, old + place * WIDTH, new + (place - length) * FRESH_WIDTH)
+    if WIDTH % 8 == 0 and FRESH_WIDTH % 8 == 0 and FRESH_AT % 8 == 0:
         at = tl.multiple_of(at, 16)  # bytes; the compiler can't derive it through the `where`
     return at, seen
 
@@ -178,15 +183,16 @@ def _attend(
 
 @triton.jit
 def mla_combine(
-    partial, lse,
+    partial, lse, sinks,
     rows, splits,
     out,
-    RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, l) combines block l (BLOCK_L latents) of slot b's query row m from its splits.
 
     It reads BLOCK_S splits at a time, up to the last one that has rows. SPLITS is `splits` rounded
-    up to a power of two.
+    up to a power of two. sinks: a score of each head, TOKENS query rows, that has no value.
     """
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     latent = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -194,6 +200,11 @@ def mla_combine(
     sums = tl.load(lse + (b * splits + every) * rows + m, every < splits, float("-inf"))
     top = tl.max(sums, 0)
     weight = tl.sum(tl.exp2(sums - top), 0)
+    if sinks is not None:
+        sink = tl.load(sinks + m // TOKENS).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        weight = weight * tl.exp2(top - higher) + tl.exp2(sink - higher)
+        top = higher
     used = tl.max(tl.where(sums > float("-inf"), every + 1, 0), 0)
     mixed = tl.zeros((BLOCK_L,), tl.float32)
     for begin in range(0, used, BLOCK_S):
@@ -246,14 +257,20 @@ def _choose_combining(slots: int, rows: int, splits: int, latent: int) -> dict[s
 
 
 def mla_attention_launches(
-    *operands: Any, splits: int | None = None, shared: int | None = None, least: int | None = None
+    *operands: Any,
+    splits: int | None = None,
+    shared: int | None = None,
+    least: int | None = None,
+    sinks: Tensor | None = None,
+    fresh_at: int = 0,
 ) -> Launches:
     """Return the op's launches.
 
     By default, splits, the bytes of shared memory and the minimum of rows per split are chosen for
-    the operands and their GPU.
+    the operands and their GPU. sinks [H]: as `compressed_attention` has them. Fresh rows may be
+    wider than the cache's; their first `fresh_at` values are left out.
     """
-    known = bind(mla_attention, operands)
+    known = bind(mla_attention, operands) | {"sinks": sinks, "fresh_at": fresh_at}
     q = known["q"]
     capacity = known["cache"].shape[2]
     rank = known["kv_lora_rank"]
@@ -281,16 +298,18 @@ def mla_attention_launches(
         splits = _count_splits(B, blocks, total, least)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, rank)
-    partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
+    whole = splits == 1 and sinks is None
+    partial = out if whole else lse.new_empty(B, splits, rows, rank)
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2], "rows": rows}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "COUNT": count, **constants}
+    known["FRESH_WIDTH"] = known["fresh"].shape[3]
     known |= {"LATENT": latent, "ROTARY": round_up_to_tile(rope), "WIDTH": known["cache"].shape[3]}
     known |= {"WANTED": MULTIPROCESSORS, "LEAST": least, "partial": partial, "lse": lse}
     known |= {"splits": splits, "SPLITS": round_up_to_tile(splits, 2)}
     known |= _choose_combining(B, rows, splits, latent)
     grid = B, blocks, splits
     first = Launch.by_name(mla_partial, grid, known, (partial, lse), warps=warps)
-    if splits == 1:
+    if whole:
         return Launches((first,), out)
     grid = B, rows, cdiv(rank, known["BLOCK_L"])
     return Launches((first, Launch.by_name(mla_combine, grid, known, (out,))), out)

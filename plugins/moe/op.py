@@ -101,7 +101,7 @@ def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple
 
 @define(
     lambda x: torch.empty_like(x),
-    fits=lambda *operands, gelu=False, limit=0.0: not gelu and not limit,
+    fits=lambda *operands, gelu=False, limit=0.0: not gelu,
 )
 def moe(
     x: Tensor,
@@ -122,8 +122,8 @@ def moe(
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. The id `NO_EXPERT` stands for
     an expert on another rank: it adds nothing, and on a GPU reads no weights. With scales the
     weights are in the layout of `matmul_scaled` and are rounded to x's type. Shared experts are ids
-    like any other. The kernel takes up to `MAX_TOKENS` tokens, neither gelu nor a limit. most:
-    the bound if N is a symbol.
+    like any other. The kernel takes up to `MAX_TOKENS` tokens and no gelu. most: the bound if N
+    is a symbol. limit: as `apply_gate` has it.
     """
     chosen = ids.flatten().clamp(min=0)
     weights = torch.where(ids == NO_EXPERT, 0.0, weights)
@@ -151,18 +151,18 @@ def run_experts(
     """
     tokens = x.shape[0]
     padded = KEPT.get().padded_tokens
-    if not moe.is_kept or gelu or limit:
+    if not moe.is_kept or gelu:
         return moe(x, weights, ids, *experts, gelu=gelu, limit=limit)
     known = isinstance(tokens, int)
     piece = padded or MAX_TOKENS
     max_tokens = tokens if known else upper_bound(tokens)
     if max_tokens <= piece and (known or padded is None):
-        return moe(x, weights, ids, *experts, 0 if known else max_tokens)
+        return moe(x, weights, ids, *experts, 0 if known else max_tokens, limit=limit)
     operands = [x, weights, ids]
     if not known:
         operands = [torch.cat([y, y[:1].expand(max_tokens, -1)])[:max_tokens] for y in operands]
     pieces = zip(*(operand.split(piece) for operand in operands), strict=True)
-    return torch.cat([moe(*part, *experts) for part in pieces])[:tokens]
+    return torch.cat([moe(*part, *experts, limit=limit) for part in pieces])[:tokens]
 
 
 def upper_bound(size: Any) -> int:

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 from mtpbuild.plugins.definition import bind, empty_results
+from mtpbuild.plugins.gated_product.triton import gate_by_silu
 from mtpbuild.plugins.launch import Launch, Launches, cdiv, round_up_to_tile, run_launches
 from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
-from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
+from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route, root_route
 from mtpbuild.plugins.tiles import choose_tiles, count_splits, product_with_weight
 
 
@@ -27,12 +28,13 @@ def route(
     weights, ids,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
     CHOSEN: tl.constexpr, NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr,
-    GROUP_ROWS: tl.constexpr, GROUP_ROW: tl.constexpr, WIDE: tl.constexpr,
+    ROOTS: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP_ROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program n chooses CHOSEN experts for token n and appends the ALWAYS shared ones.
 
-    Its logits are the sum of PARTS rows. GROUP_ROWS, GROUP_ROW and WIDE are the numbers of groups,
-    of a group's experts and of CHOSEN + ALWAYS, rounded up to powers of two.
+    Its logits are the sum of PARTS rows. ROOTS: scores are those of `root_route`. GROUP_ROWS,
+    GROUP_ROW and WIDE are the numbers of groups, of a group's experts and of CHOSEN + ALWAYS,
+    rounded up to powers of two.
     """
     n = tl.program_id(0)
     g, member = tl.arange(0, GROUP_ROWS)[:, None], tl.arange(0, GROUP_ROW)[None, :]
@@ -40,7 +42,7 @@ def route(
     there = (g < GROUPS) & (member < EXPERTS // GROUPS)
     apart = tokens * EXPERTS
     logit = sum_of_parts(logits + n * EXPERTS + x, there, apart, PARTS, tl.float32)
-    biased = tl.sigmoid(logit) + tl.load(bias + x, there, 0.0)
+    biased = score_of(logit, ROOTS) + tl.load(bias + x, there, 0.0)
     biased = tl.where(there, biased, float("-inf"))
     if KEPT_GROUPS < GROUPS:
         first, at = tl.max(biased, 1, return_indices=True)
@@ -64,13 +66,25 @@ def route(
         expert = best // GROUP_ROW * (EXPERTS // GROUPS) + best % GROUP_ROW
         chosen = tl.where(k == i, tl.minimum(expert, EXPERTS - 1), chosen)
     pointers = logits + n * EXPERTS + chosen
-    weight = tl.sigmoid(sum_of_parts(pointers, k < CHOSEN, apart, PARTS, tl.float32))
+    weight = score_of(sum_of_parts(pointers, k < CHOSEN, apart, PARTS, tl.float32), ROOTS)
     weight = tl.where(k < CHOSEN, weight, 0.0)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
     to = n * (CHOSEN + ALWAYS) + k
     tl.store(weights + to, tl.where(k < CHOSEN, weight * FACTOR, 1.0), k < CHOSEN + ALWAYS)
     tl.store(ids + to, tl.where(k < CHOSEN, chosen, EXPERTS + k - CHOSEN), k < CHOSEN + ALWAYS)
+
+
+@triton.jit
+def score_of(x, ROOTS: tl.constexpr):
+    """Return an expert's score for a logit: its sigmoid, or the root of its softplus."""
+    if ROOTS:
+        small = tl.exp(-tl.abs(x))
+        grown = tl.where(small < 1e-4, small - 0.5 * small * small, tl.log(1 + small))
+        score = tl.sqrt(tl.maximum(x, 0.0) + grown)
+    else:
+        score = tl.sigmoid(x)
+    return score
 
 
 @triton.jit
@@ -148,7 +162,7 @@ def gate_and_up(
 @triton.jit
 def gate_rows(
     sums, inner, rows, count,
-    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr,
+    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Write silu(gate) * up for the pairs `rows`; gates and ups are sums over SPLITS."""
     i = tl.arange(0, ROW)[None, :]
@@ -159,7 +173,7 @@ def gate_rows(
         further = at + s * count * (2 * INNER)
         gate += tl.load(further, there, 0.0)
         up += tl.load(further + INNER, there, 0.0)
-    gated = gate * tl.sigmoid(gate) * up
+    gated = gate_by_silu(gate, up, LIMIT)
     tl.store(inner + rows[:, None] * INNER + i, gated.to(inner.dtype.element_ty), there)
 
 
@@ -169,9 +183,9 @@ def down(
     count,
     inner, parts,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
-    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr, BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i) computes column block i of the weighted outputs of the expert of pair p.
 
@@ -195,12 +209,12 @@ def down(
         if TOKENS <= BLOCK_M:  # most experts have one token
             row = pair
             while row < count:
-                gate_rows(sums, inner, row + tl.arange(0, 1), count, INNER, ROW, SPLITS)
+                gate_rows(sums, inner, row + tl.arange(0, 1), count, INNER, ROW, SPLITS, LIMIT)
                 row = tl.min(tl.where(pairs > row, pairs, count), 0)
         else:
             for done in range(0, rows_of_expert(pairs, count, 4), 4):  # as registers allow
                 rows, _ = next_rows(pairs, count, done, 4)
-                gate_rows(sums, inner, rows, count, INNER, ROW, SPLITS)
+                gate_rows(sums, inner, rows, count, INNER, ROW, SPLITS, LIMIT)
         tl.debug_barrier()  # threads read what other threads have written
         every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
@@ -219,7 +233,18 @@ def moe_route_launches(*operands: Any) -> Launches:
 
     logits: may be the partial sums [splits, B, T, X] of a product.
     """
-    known = bind(moe_route, operands)
+    return route_launches(bind(moe_route, operands))
+
+
+def root_route_launches(*operands: Any) -> Launches:
+    """Return the launch of root_route with a bias; logits: as `moe_route_launches` has them."""
+    known = bind(root_route, operands)
+    one = {"groups": 1, "kept_groups": 1, "normalise": True, "always": 0}
+    return route_launches(known | one, roots=True)
+
+
+def route_launches(known: dict[str, Any], *, roots: bool = False) -> Launches:
+    """Return the launch of `moe_route`, with its operands by name, or with other scores."""
     logits, chosen = known["logits"], known["experts"]
     parts = 1
     if logits.dim() == 4:
@@ -229,7 +254,11 @@ def moe_route_launches(*operands: Any) -> Launches:
     known |= {"logits": logits, "tokens": prod(axes), "PARTS": parts, "EXPERTS": X}
     known |= {"GROUP_ROWS": round_up_to_tile(known["groups"], 1)}
     known |= {"GROUP_ROW": round_up_to_tile(X // known["groups"], 2)}
-    known |= {"CHOSEN": chosen, "WIDE": round_up_to_tile(chosen + known["always"], 2)}
+    known |= {
+        "ROOTS": roots,
+        "CHOSEN": chosen,
+        "WIDE": round_up_to_tile(chosen + known["always"], 2),
+    }
     launch = Launch.by_name(route, (prod(axes),), known, results, warps=1)
     return Launches((launch,), results)
 
@@ -273,4 +302,11 @@ def moe_launches(*operands: Any) -> Launches:
 
 
 moe_route_triton = run_launches(moe_route, moe_route_launches)
+root_route_by_kernel = run_launches(root_route, root_route_launches)
 moe_triton = run_launches(moe, moe_launches)
+
+
+def root_route_triton(*operands: Any) -> Any:
+    """Run root_route on a GPU: by the kernel, or by PyTorch's operators if the tokens choose."""
+    function = root_route._init_fn if operands[1] is None else root_route_by_kernel
+    return function(*operands)

@@ -28,7 +28,8 @@ def product_packed(
 def multiply_groups(x: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Multiply each group of x [.., groups K] by its own columns of a weight [K, N] -> [.., N]."""
     columns = weight.unflatten(-1, (groups, -1)).transpose(0, 1)  # [groups, K, N / groups]
-    return (x.unflatten(-1, (groups, 1, -1)) @ columns).flatten(-3)
+    apart = x.unflatten(-1, (groups, -1)).flatten(0, -3).transpose(0, 1)  # [groups, tokens, K]
+    return (apart @ columns).transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
 def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:

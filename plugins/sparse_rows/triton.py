@@ -25,20 +25,22 @@ def score_rows(
     tokens, capacity, fresh_rows,
     scores,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr, COUNT: tl.constexpr, DEEP: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    KEY: tl.constexpr, RATIO: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
+    DEEP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (n, i) scores block i of the rows for token n of all slots, at their positions.
 
-    The cache's blocks come first, then those of the fresh rows. The last SIZE values of a row are
-    its key. BLOCK_H heads of the query are rotated and multiplied at a time, CHUNK values of each;
-    DEEP is SIZE rounded up to a power of two. The order of sums is the same for every row and
-    token, so that a score depends only on its row and token.
+    The cache's blocks come first, then those of the fresh rows. A row's key is its SIZE values from
+    KEY on. RATIO: tokens that make a row, if there are no fresh rows; else 0. BLOCK_H heads of the
+    query are rotated and multiplied at a time, CHUNK values of each; DEEP is SIZE rounded up to a
+    power of two. The order of sums is the same for every row and token, so that a score depends
+    only on its row and token.
     """
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, t = n // tokens, (n % tokens).to(tl.int32)
-    committed = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
-    seen = committed + tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
+    held, later = tl.load(base + b).to(tl.int32), tl.load(first + b).to(tl.int32) + t + 1
+    committed, seen = rows_seen(held, later, capacity, fresh_rows, RATIO)
     begin, end, place = block * BLOCK_N, committed, 0
     rows = cache + b * capacity * WIDTH
     if block >= tl.cdiv(capacity, BLOCK_N):
@@ -47,7 +49,7 @@ def score_rows(
         rows = fresh + b * fresh_rows * WIDTH
     if (seen > COUNT) & (begin < end):
         j, d = begin + tl.arange(0, BLOCK_N), tl.arange(0, CHUNK)
-        key, there = rows + j.to(tl.int64)[:, None] * WIDTH + (WIDTH - SIZE), (j < end)[:, None]
+        key, there = rows + j.to(tl.int64)[:, None] * WIDTH + KEY, (j < end)[:, None]
         if CHUNK == DEEP:
             keys = tl.load(key + d[None, :], there & (d < SIZE)[None, :], 0.0)
         score = tl.zeros((BLOCK_N,), tl.float32)
@@ -66,6 +68,18 @@ def score_rows(
             score += tl.sum(share[:, None] * tl.where(sums < 0, 0.0, sums * (SIZE**-0.5)), 0)
         to = scores + n * (capacity + fresh_rows) + place + j
         tl.store(to, ordered(score), j < end)
+
+
+@triton.jit
+def rows_seen(held, later, capacity, fresh_rows, RATIO: tl.constexpr):
+    """Return how many of the cache's rows a token sees, and how many with the fresh ones.
+
+    held: rows of the cache, or tokens if RATIO of them make a row; later: of the fresh ones.
+    """
+    if RATIO > 0:
+        held, later = (held + later) // RATIO, 0
+    held = tl.minimum(held, capacity)
+    return held, held + tl.minimum(later, fresh_rows)
 
 
 @triton.jit
@@ -100,7 +114,7 @@ def best_rows(
     scores, base, first,
     tokens, capacity, fresh_rows,
     chosen,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    RATIO: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program n chooses the COUNT positions with the highest scores for token n of all slots.
 
@@ -112,8 +126,8 @@ def best_rows(
     """
     n = tl.program_id(0).to(tl.int64)
     b, t = n // tokens, (n % tokens).to(tl.int32)
-    seen = tl.minimum(tl.load(base + b).to(tl.int32), capacity)
-    seen += tl.minimum(tl.load(first + b).to(tl.int32) + t + 1, fresh_rows)
+    held, later = tl.load(base + b).to(tl.int32), tl.load(first + b).to(tl.int32) + t + 1
+    _, seen = rows_seen(held, later, capacity, fresh_rows, RATIO)
     row = scores + n * (capacity + fresh_rows)
     to = chosen + n * COUNT
     offset = tl.arange(0, BLOCK)
@@ -165,11 +179,17 @@ def _choose_tiles(size: int, keys: torch.dtype) -> dict[str, Any]:
 
 
 def choose_rows_launches(
-    *operands: Any, rows: int | None = None, block: int | None = None
+    *operands: Any,
+    rows: int | None = None,
+    block: int | None = None,
+    ratio: int = 0,
+    key: int | None = None,
 ) -> Launches:
     """Return the op's launches.
 
     rows: rows that a program scores. block: positions that a program of the choice reads together.
+    ratio: tokens that make a row, if there are no fresh rows. key: where a row's key begins; by
+    default it is the row's end.
     """
     known = bind(choose_rows, operands)
     q = known["q"]
@@ -185,6 +205,7 @@ def choose_rows_launches(
         block = min(OPEN_BLOCK, round_up_to_tile(S + F)) if isinstance(S + F, int) else OPEN_BLOCK
     known |= {"tokens": T, "capacity": S, "fresh_rows": F, **constants, "BLOCK": block}
     known |= {"HEADS": H, "SIZE": size, "ROPE": 2 * known["cos"].shape[-1], "WIDTH": C}
+    known |= {"RATIO": ratio, "KEY": C - size if key is None else key}
     scores = q.new_empty(B, T, S + F, dtype=torch.int32)
     chosen = q.new_empty(B, T, count, dtype=torch.int64)
     blocks = cdiv(S, constants["BLOCK_N"]) + cdiv(F, constants["BLOCK_N"])

@@ -79,4 +79,4 @@ def rotate_end(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rest, turned = x[..., : x.shape[-1] - size], x[..., x.shape[-1] - size :]
     a, b = turned[..., 0::2], turned[..., 1::2]
     both = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    return torch.cat([rest, both], dim=-1)
+    return torch.cat([rest, both.type_as(x)], dim=-1)

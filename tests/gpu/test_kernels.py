@@ -144,7 +144,7 @@ def test_gated_products(rows: int) -> None:
 def test_deepseeks_experts() -> None:
     """A rank's share of 8: 32 of 256 experts, here as 32 in 8 groups."""
     for tokens in (1, 8, 64):
-        kernels.check_moe(Experts(tokens, 32, 8, 4, 8, 7168, 2048, torch.bfloat16, 1), "cuda")
+        kernels.check_moe(Experts(tokens, 32, 8, 4, 8, 7168, 2048, 10.0, torch.bfloat16, 1), "cuda")
 
 
 def test_ops_pick_their_kernels() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["preflight", "kernels", "rooflines", "tiny", "slice", "nccl", "tensorrt"]
+NAMES = ["preflight", "kernels", "rooflines", "tiny", "slice", "v4", "nccl", "tensorrt"]
 NO_GPU, ON_CPU = "skipped: no GPU", "on the CPU alone"
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -35,7 +35,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert "passed" not in done.stdout + json.dumps(found)
     assert {name: each["status"] for name, each in found.items()} == {
         **dict.fromkeys(NAMES, NO_GPU),
-        **{"rooflines": ON_CPU, "slice": ON_CPU},
+        **{"rooflines": ON_CPU, "slice": ON_CPU, "v4": ON_CPU},
     }
     rows = {name: [row["what"] for row in each["rows"]] for name, each in found.items()}
     statuses = {row["what"]: row["status"] for each in found.values() for row in each["rows"]}
@@ -52,7 +52,8 @@ def test_smoke(tmp_path: Path) -> None:
     parts = [what.partition(" T ")[0] for what in rows["slice"]]
     assert parts[:4] == ["R1 dense layer", "R1 MoE layer", "R1 head", "R1 acceptance"]
     assert rows["slice"][-1] == "R1 slice nextn 2, eager"
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 7 + [".txt"] * 5
+    assert rows["v4"] == ["V4 slice nextn 2, eager"]
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 8 + [".txt"] * 6
 
 
 @pytest.fixture

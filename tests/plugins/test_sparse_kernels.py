@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import sparse_kernels
-from tests.support.sparse_kernels import Choice, Chosen
+from tests.support.sparse_kernels import Choice, Chosen, Compressed
 
 triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 if not triton.knobs.runtime.interpret:
@@ -44,6 +44,22 @@ def test_choice(case: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which interprets
 def test_what_is_no_number_is_chosen_last() -> None:
     sparse_kernels.check_nan("cpu")
+
+
+COMPRESSED = {
+    "all rows": Compressed(4, 4, 0),
+    "rows in the last places of their tokens": Compressed(16, 8, 0, seed=1),
+    "chosen rows": Compressed(8, 4, 3, seed=2),
+    "more than there are": Compressed(4, 4, 20),
+    "bf16": Compressed(4, 4, 2, heads=18, dtype=NARROW),
+    "a draft, whose row is in no cache": Compressed(1, 1, 0, written=False, tokens=1),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", COMPRESSED)
+def test_compressed_rows(case: str) -> None:
+    sparse_kernels.check_compressed(COMPRESSED[case], "cpu")
 
 
 def choose_in_all_cases() -> None:

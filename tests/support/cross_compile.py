@@ -5,10 +5,11 @@
 It runs in a process of its own, because Triton's interpreter must be off. A case has four parts, or
 five with what ranks sum by (`/one-shot`). The first part names the model: `small`, `r1` (one rank
 of eight) or `r1-alone` (a single rank); `small-sparse`, `v3.2` and `glm-5` are the like with
-attention to chosen rows; `rank` for the step of one rank of two; or a model that is built as an
-engine. The second part is a part of a step that `benchmarks/gpu.py` measures, or a whole step with
-nextn 3 of some layers (`step of 1+2`: a dense one and two with experts; `mixed step of ..`). The
-programs have no weights, as nothing runs them.
+attention to chosen rows; `v4` and `small-v4` a step of DeepSeek-V4's (its second part may be any
+word); `rank` for the step of one rank of two; or a model that is built as an engine. The second
+part is a part of a step that `benchmarks/gpu.py` measures, or a whole step with nextn 3 of some
+layers (`step of 1+2`: a dense one and two with experts; `mixed step of ..`). The programs have no
+weights, as nothing runs them.
 With --kernels-only the C++ is written, but not compiled.
 """
 
@@ -125,6 +126,13 @@ def programs(model: str, parts: str, target: Any) -> Iterator[tuple[Any, Any]]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     names = "parts", "random_model", "slices"
     on_gpu, random_model, slices = (import_module(f"on_gpu.{name}") for name in names)
+    if model in ("v4", "small-v4"):
+        case = slices.small_v4((3,)) if model != "v4" else slices.v4_slice((3,))
+        config = replace(case.config, n_routed_experts=24)  # an empty model has memory all the same
+        case = replace(case, config=config, dtype=target.dtype)
+        plan = plan_of(config, case.ranks)
+        yield make_programs(plan, random_model.empty_model(case, "cpu"))[1], plan
+        return
     parts, _, format = parts.partition(" in ")
     if model in SHARES:
         tp, recipe = SHARES[model]
@@ -233,7 +241,7 @@ def main(folder: Path, *cases: str) -> None:
             continue
         model, parts, gpu, dtype, *sums = case.split("/")
         target = Inductor("cuda", dtype, gpu, *sums)
-        if model not in ("small", "small-sparse", "rank", *SHARES):
+        if model not in ("small", "small-sparse", "rank", "v4", "small-v4", *SHARES):
             for path in engine(model, folder, target):
                 tell(case, path)  # with the kernels of all its programs
             continue

@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from mtpbuild.builder.models import find_family_of, load_config
+from mtpbuild.builder.weights.files import open_checkpoint
+
 KINDS = ["sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse", "sliding"]
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 24, "moe_intermediate_size": 12, "num_attention_heads": 4,
@@ -171,3 +174,13 @@ def spell_natively(folder: Path, raw: dict[str, Any], heavy: int, *, yarn: bool)
     raw |= {"rope_scaling": {"type": "yarn", **YARN} if yarn else None}
     del raw["rope_parameters"]
     (folder / "config.json").write_text(json.dumps(raw))
+
+
+def load_plain(folder: Path) -> Any:
+    """Return the plain model of a checkpoint, whose tensors fit the family's table."""
+    config, checkpoint = load_config(folder), open_checkpoint(folder)
+    checkpoint.check(config)
+    plain = find_family_of(config).reference(config)
+    values = {name: checkpoint.read(name) for name in plain.state_dict()}
+    plain.load_state_dict(values)
+    return plain.eval()

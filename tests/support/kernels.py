@@ -373,6 +373,7 @@ class Experts:
     chosen: int
     hidden: int
     inner: int
+    limit: float
     dtype: torch.dtype
     seed: int
 
@@ -389,6 +390,7 @@ def expert_choices(draw: Draw) -> Experts:
         chosen=draw(st.integers(1, min(3, kept * size))),
         hidden=draw(st.sampled_from([8, 70])),
         inner=draw(st.sampled_from([4, 66])),
+        limit=draw(st.sampled_from([0.0, 0.5])),
         dtype=draw(DTYPES),
         seed=draw(SEEDS),
     )
@@ -415,27 +417,33 @@ def check_moe(case: Experts, device: str) -> None:
     x = torch.randn(N, E, generator=g).to(case.dtype)
     gate_up = (torch.randn(X, E, 2 * inner, generator=g) / E**0.5).to(case.dtype)
     down = (torch.randn(X, inner, E, generator=g) / inner**0.5).to(case.dtype)
-    wanted = moe(x.float(), weights, ids, gate_up.float(), down.float())
-    y = moe_triton(*on(device, (x, weights, ids, gate_up, down)))
+    more = *4 * [None], 0, False, case.limit
+    wanted = moe(x.float(), weights, ids, gate_up.float(), down.float(), *more)
+    y = moe_triton(*on(device, (x, weights, ids, gate_up, down)), *more)
     assert y.dtype == case.dtype
     check_close(y, wanted, 1e-4, 5e-2)
 
     # Experts of other ranks, and ids that repeat within a token; the kernels write every row.
     ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, NO_EXPERT, ids)
     ids[::2, -1] = ids[::2, 0]
-    wanted = moe_by_hand(x.float(), weights, ids, gate_up.float(), down.float())
-    torch.testing.assert_close(moe(x.float(), weights, ids, gate_up.float(), down.float()), wanted)
+    wanted = moe_by_hand(x.float(), weights, ids, gate_up.float(), down.float(), case.limit)
+    y = moe(x.float(), weights, ids, gate_up.float(), down.float(), *more)
+    torch.testing.assert_close(y, wanted)
     with uninitialised_memory_is_nan():
-        y = moe_triton(*on(device, (x, weights, ids, gate_up, down)))
+        y = moe_triton(*on(device, (x, weights, ids, gate_up, down)), *more)
     check_close(y, wanted, 1e-4, 5e-2)
 
 
-def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def moe_by_hand(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, limit: float
+) -> Tensor:
     """Sum token by token and expert by expert, as the op's docstring defines it."""
     y = torch.zeros_like(x)
     for n, k in itertools.product(*map(range, ids.shape)):
         if (expert := int(ids[n, k])) != NO_EXPERT:
             gate, up = (x[n] @ gate_up[expert]).chunk(2)
+            if limit:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             y[n] += weights[n, k] * ((torch.nn.functional.silu(gate) * up) @ down[expert])
     return y
 

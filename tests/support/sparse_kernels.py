@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins import choose_rows, mla_attention
+from mtpbuild.plugins.compressed_attention.op import choose_compressed, compressed_attention
+from mtpbuild.plugins.grouped_rows.op import write_ring
 from mtpbuild.plugins.sparse_rows.op import NONE
 from tests.support.choosers import operands
 from tests.support.kernels import check_close, on
@@ -130,3 +132,81 @@ def check_idle(device: str) -> None:
         wanted = mla_attention(q, cache, fresh, base, first, 0.2, 16, chosen)
         torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=1e-5)
         assert got.isfinite().all()
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The sizes of a call of `compressed_attention`; count: rows that are chosen, or 0: all."""
+
+    ratio: int
+    group: int
+    count: int
+    written: bool = True
+    tokens: int = 2
+    heads: int = 3
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+
+def check_compressed(case: Compressed, device: str) -> None:
+    """Check choice and attention of three slots; rows that no token sees are NaN."""
+    from mtpbuild.plugins.compressed_attention.triton import (
+        choose_compressed_triton,
+        compressed_attention_triton,
+    )
+
+    g = torch.Generator().manual_seed(case.seed)
+    B, T, H, D, R, I, W, S = 3, case.tokens, case.heads, 16, 4, 6, 5, 12  # noqa: E741
+    r, group, F, N = case.ratio, case.group, case.tokens + 2 * (not case.written), 9 * case.ratio
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(case.dtype)
+
+    q, queries, weights = draw(B, T, H * D), draw(B, T, 3 * I), draw(B, T, 3).float()
+    cos, sin, sinks = draw(B, T, R // 2).float(), draw(B, T, R // 2).float(), draw(H).float()
+    cache, fresh = draw(B, 1, S, D), draw(B, 1, F, D)
+    compressed = draw(B, 1, N, -(-(D + I) // group)) if case.written else None
+    base = torch.tensor([0, 3, int(torch.randint(W, N - F, (1,), generator=g))])
+    first = torch.full_like(base, F - T)
+    if case.written:
+        cache = write_ring(cache, fresh, base)
+    choice = choose_compressed, choose_compressed_triton
+    attention = compressed_attention, compressed_attention_triton
+    results = list[tuple[Any, Tensor]]()
+    for i, (choose, attend) in enumerate(zip(choice, attention, strict=True)):
+        if i:  # the reference has run
+            spoil_unseen(cache, compressed, (base, first + base + T), (W, r, group), case.written)
+        there = on(device, (cos, sin, base, first, q, sinks, cache, fresh, queries, weights))
+        cos, sin, base, first, q, sinks, cache, fresh, queries, weights = there
+        rows, chosen = compressed if compressed is None else compressed.to(device), None
+        if case.count and rows is not None:
+            place = cos, sin, rows, base, first
+            chosen = choose(queries, weights, *place, case.count, r, group, D)
+        how = W, r, group, case.written, 1e-6
+        y = attend(q, sinks, cos, sin, cache, base, first, fresh, rows, chosen, *how)
+        results.append((chosen, y))
+    (wanted, y), (chosen, got) = results
+    assert wanted is None or torch.equal(chosen.cpu(), wanted)
+    assert got.dtype == case.dtype
+    check_close(got, y, 1e-5, 5e-2)
+
+
+def spoil_unseen(
+    cache: Tensor,
+    compressed: Tensor | None,
+    span: tuple[Tensor, Tensor],
+    sizes: tuple[int, int, int],
+    written: bool,
+) -> None:
+    """Fill rows with NaN that no query of a pass sees; span: its base, and the end of its tokens.
+
+    sizes: of the window, and of compressed rows.
+    """
+    (window, ratio, group), tokens = sizes, int((span[1] - span[0]).max())
+    for b, (base, end) in enumerate(zip(span[0].tolist(), span[1].tolist(), strict=True)):
+        seen = range(max(0, end - tokens - window + 1), end if written else base)
+        unseen = {*range(cache.shape[2])} - {p % cache.shape[2] for p in seen}
+        cache[b, 0, list(unseen)] = NAN
+        if compressed is not None:
+            compressed[b, 0, end // ratio * ratio :] = NAN
+            compressed[b, 0].unflatten(0, (-1, ratio))[:, : ratio - group] = NAN

@@ -199,8 +199,8 @@ def multiply_gated(
     """
     if isinstance(weight, PackedBlocks):
         return weight.gated(x, gelu, limit)
-    if isinstance(weight, Tensor) and not gelu and not limit:
-        return gated_product(x, weight)
+    if isinstance(weight, Tensor) and not gelu:
+        return gated_product(x, weight, limit)
     return gate_halves(x @ weight, gelu, limit)
 
 

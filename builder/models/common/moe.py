@@ -135,18 +135,12 @@ class DenseMoE(MoE):
         return cast(inner * mine[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
-class GatheredMoE(MoE):
-    """Many experts, of which only the chosen ones are read."""
+class ExpertStack(nn.Module):
+    """Routed experts in stacks of weights, which may hold a shared one, too."""
 
     by_kernels = ("gate_up_proj", "down_proj")  # weights that our kernels read
-
-    def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
-        super().__init__(c, ranks)
-        experts = c.n_routed_experts // ranks.ep
-        inner = c.moe_intermediate_size * ranks.ep // ranks.tp
-        self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
-        self.down_proj = parameter(experts, inner, c.hidden_size)
-        self.shared_experts = shared_experts(c, ranks)
+    gate: nn.Module
+    shared_experts: MLP | None
 
     def stack_shared_expert(self) -> None:
         """Make the shared expert the last one of the stack, which every token chooses."""
@@ -156,6 +150,18 @@ class GatheredMoE(MoE):
             setattr(self, name, longer)
         self.shared_experts = None
         self.gate.num_shared_in_stack = 1
+
+
+class GatheredMoE(ExpertStack, MoE):
+    """Many experts, of which only the chosen ones are read."""
+
+    def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
+        super().__init__(c, ranks)
+        experts = c.n_routed_experts // ranks.ep
+        inner = c.moe_intermediate_size * ranks.ep // ranks.tp
+        self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
+        self.down_proj = parameter(experts, inner, c.hidden_size)
+        self.shared_experts = shared_experts(c, ranks)
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)

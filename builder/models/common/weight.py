@@ -39,6 +39,7 @@ EXPONENTS = (".decay_rate", ".decay_bias")
 DRAFT_HEAD = "draft_head"
 IDS = ".token_ordering"  # of tokens
 ROUTERS = (".gate.", ".weights_proj")  # parts of names
+STREAMS = ("_hc.", "hc_head.", ".sinks", ".position_bias")  # the same: DeepSeek-V4's
 
 
 def stack_rows(*w: Tensor) -> Tensor:
@@ -54,7 +55,11 @@ def in_turn(*w: Tensor) -> Tensor:
 def stays_fp32(name: str, for_gpu: bool) -> bool:
     """Return whether a weight is fp32 in engines of any dtype; so is a head, on CPUs alone."""
     head = name.endswith(("lm_head", "draft_head")) and not for_gpu
-    return head or any(part in name for part in ROUTERS) or name.endswith((*EXPONENTS, IDS))
+    return (
+        head
+        or any(part in name for part in (*ROUTERS, *STREAMS))
+        or name.endswith((*EXPONENTS, IDS))
+    )
 
 
 class Layout(Enum):

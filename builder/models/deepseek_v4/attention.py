@@ -4,11 +4,12 @@ Shapes: B slots, T tokens, E hidden size, H heads, D width of a head (and of a r
 and value), G groups of heads.
 """
 
+import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import multiply_by_group
 from mtpbuild.builder.models.common.layers import RMSNorm, State
-from mtpbuild.builder.models.common.precision import parameter
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.models.deepseek_v4.rows import (
     COMPRESSED,
@@ -36,7 +37,8 @@ class RowIndexer(nn.Module):
 
         place: the angles of the tokens, then base and first [B].
         """
-        operands = latent @ self.q_b_proj, x @ self.weights_proj, *place[:2], cache, *place[2:]
+        weights = cast(x, torch.float32) @ self.weights_proj
+        operands = latent @ self.q_b_proj, weights, *place[:2], cache, *place[2:]
         return choose_compressed(*operands, self.count, rows.ratio, rows.group, rows.widths[0])
 
 

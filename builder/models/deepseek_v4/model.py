@@ -20,6 +20,7 @@ from mtpbuild.builder.models.common.layers import (
     State,
     StateUpdates,
 )
+from mtpbuild.builder.models.common.moe import ExpertStack
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.deepseek_v4.attention import StreamAttention
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
@@ -31,7 +32,7 @@ from mtpbuild.builder.models.deepseek_v4.rows import (
 )
 from mtpbuild.builder.models.deepseek_v4.streams import Mixer, StreamHead, Streams
 from mtpbuild.plugins import take_rows
-from mtpbuild.plugins.moe.op import root_route
+from mtpbuild.plugins.moe.op import root_route, with_shared
 from mtpbuild.runtime.contract.state import name_layer_state
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -42,6 +43,7 @@ class StreamGate(nn.Module):
     def __init__(self, c: DeepseekV4Config, layer: int) -> None:
         super().__init__()
         self.chosen, self.factor = c.num_experts_per_tok, c.routed_scaling_factor
+        self.num_shared_in_stack = 0
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.bias = None if c.is_hashed(layer) else parameter(c.n_routed_experts)
         if self.bias is None:
@@ -51,13 +53,12 @@ class StreamGate(nn.Module):
         """Return the weights and ids of a token's experts, both [B, T, k]."""
         logits = cast(x, torch.float32) @ self.weight
         choice = (None, self.table, tokens) if self.bias is None else (self.bias, None, None)
-        return root_route(logits, *choice, self.chosen, self.factor)
+        routes = root_route(logits, *choice, self.chosen, self.factor)
+        return with_shared(*routes, self.weight.shape[1], self.num_shared_in_stack)
 
 
-class ClampedExperts(nn.Module):
+class ClampedExperts(ExpertStack):
     """Routed experts and a shared one, whose gates and ups are clamped."""
-
-    by_kernels = ("gate_up_proj", "down_proj")
 
     def __init__(self, c: DeepseekV4Config, layer: int) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class ClampedExperts(nn.Module):
         routes, ids = self.gate(x, tokens)
         weights = self.gate_up_proj, self.down_proj
         y = weigh_chosen(*weights, x, routes, ids, limit=self.limit)
-        return y + self.shared_experts(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
 
 
 class StreamLayer(nn.Module):

@@ -46,7 +46,7 @@ class Inductor(Target):
     packages = ("torch", "triton")
     formats = ("fp8", "nvfp4")
     several_ranks = True
-    gpu_attention = (Attends.LATENT, Attends.CHOSEN)
+    gpu_attention = (Attends.LATENT, Attends.CHOSEN, Attends.COMPRESSED)
 
     @property
     def crosses(self) -> bool:

@@ -8,7 +8,9 @@ FOLDER = "mtpbuild.builder.targets.inductor"
 
 # On a CPU: PyTorch's operators.
 INDUCTOR = Pipeline(
-    ops=dict.fromkeys(("delta_rule", "grouped_attention", "mla_attention"), "inductor"),
+    ops=dict.fromkeys(
+        ("balance_streams", "delta_rule", "grouped_attention", "mla_attention"), "inductor"
+    ),
     lowered_passes=(Pass(f"{FOLDER}.in_place", "update_in_place"),),
 )
 
@@ -17,10 +19,11 @@ INDUCTOR = Pipeline(
 INDUCTOR_CUDA = Pipeline(
     ops=dict.fromkeys(
         (
-            *("accept_best", "accept_mixed", "accept_rewind", "best_of_blocks", "choose_rows"),
+            *("accept_best", "accept_mixed", "accept_rewind", "balance_streams"),
+            *("best_of_blocks", "choose_compressed", "choose_rows", "compressed_attention"),
             *("gated_product", "matmul_scaled", "matmul_wide"),
             *("mla_attention", "mla_queries", "mla_rows", "mla_rows_write", "mla_values"),
-            *("moe", "moe_route", "rotary_rows", "shaped_probs", "sum_of_ranks"),
+            *("moe", "moe_route", "root_route", "rotary_rows", "shaped_probs", "sum_of_ranks"),
         ),
         "triton",
     ),
