@@ -21,9 +21,7 @@ def place_tokens(base: Tensor, first: Tensor, tokens: int) -> Tensor:
     return (base + first)[:, None] + torch.arange(tokens, device=base.device)
 
 
-def place_queries(
-    base: Tensor, first: Tensor, tokens: int, fresh: Tensor, written: bool
-) -> Tensor:
+def place_queries(base: Tensor, first: Tensor, tokens: int, fresh: Tensor, written: bool) -> Tensor:
     """Do `place_tokens`, but after the last fresh row only if the cache has the rows, too."""
     position = place_tokens(base, first, tokens)
     return position if written else position.minimum(base[:, None] + (fresh.shape[2] - 1))
