@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,12 @@ from mtpbuild.lab.forecast.fitting import choose_weights
 from mtpbuild.lab.forecast.forecast import ForecastRequest
 from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.lab.measure.workbench import WORKBENCH
+from mtpbuild.lab.report import sections
 from mtpbuild.lab.report.published import find_published
 from mtpbuild.lab.report.redaction import redact
-from mtpbuild.lab.report.sections import (
-    ARBITRARY,
-    QUICK,
-    WHOLE,
-    Json,
-    ReportSize,
-    answer_all,
-    collect_prompts,
-    foresee,
-    hash_files,
-    judge_head,
-    load_fixed_engine,
-    measure_acceptance,
-    measure_resident_bytes,
-    time_adaptive,
-    time_drafts,
-    time_prompt,
-    verify_by_layers,
-)
+from mtpbuild.lab.report.sections import QUICK, WHOLE, Engines, Json, ReportSize
 from mtpbuild.lab.show.results import check_writable
+from mtpbuild.lab.verify.plain import compare_with_checkpoint
 from mtpbuild.runtime import Engine, Manifest
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import MtpbuildError, UsageError, take_first_line
@@ -279,7 +264,7 @@ def describe_model(
     if source is None:
         return
     if request.hashes:
-        report.measure("hashes", lambda: hash_files(source.folder))
+        report.measure("hashes", lambda: sections.hash_files(source.folder))
     report.measure("weights_read", lambda: list_formats(source))
 
 
@@ -307,36 +292,41 @@ def measure_engine(
     watch: Watch,
 ) -> None:
     """Add acceptance, the comparison with the plain model, tokens/s and memory."""
-    before = measure_resident_bytes()
-    fixed = load_fixed_engine(subject.folder, manifest, threads)
+    before = sections.measure_resident_bytes()
+    fixed = sections.load_fixed_engine(subject.folder, manifest, threads)
     with fixed.engine as engine:
-        kinds = collect_prompts(engine, size.prompts, size.tokens)
-        if ARBITRARY in kinds:
+        kinds = sections.collect_prompts(engine, size.prompts, size.tokens)
+        if sections.ARBITRARY in kinds:
             report.problems.append("there is no tokenizer: the prompts are arbitrary tokens")
-        answers = answer_all(fixed, kinds, size.tokens, watch)
+        by_kind = sections.answer_all(fixed, kinds, size.tokens, watch)
         prompts = [ids for group in kinds.values() for ids in group]
-        all_answers = [answer for group in answers.values() for answer in group]
-        whole = measure_acceptance(all_answers)
-        by_kind = {kind: measure_acceptance(group) for kind, group in answers.items()}
-        report.parts["acceptance"] = {"all": whole, **by_kind}
-        timed = [ids for turn in zip_longest(*kinds.values()) for ids in turn if ids][: size.timed]
-        speeds, texts = time_drafts(fixed, timed, size.tokens, watch)
-        report.measure("prompt", lambda: time_prompt(engine, prompts))
-        after = measure_resident_bytes()
+        answers = [answer for group in by_kind.values() for answer in group]
+        groups = {"all": answers, **by_kind}
+        accepted = {kind: sections.measure_acceptance(group) for kind, group in groups.items()}
+        report.parts["acceptance"] = accepted
+        turns = zip_longest(*kinds.values())
+        timed = [ids for turn in turns for ids in turn if ids][: size.timed]
+        drafts: Engines = {nextn: partial(fixed.draft, nextn) for nextn in fixed.nextns}
+        speeds = sections.time_drafts(drafts, timed, size.tokens, watch)
+        report.measure("prompt", lambda: sections.time_prompt(engine, prompts))
+        after = sections.measure_resident_bytes()
     if manifest.build.adaptive:
-        watch("tokens/s: drafts as they pay")
         with Engine.load(subject.folder, threads=threads, prefix_cache=False) as engine:
-            speeds.append(time_adaptive(engine, timed, size.tokens, texts))
-    report.parts["speed"] = speeds
+            drafts = {"auto": lambda: engine}
+            speeds |= sections.time_drafts(drafts, timed, size.tokens, watch)
+    report.parts["speed"] = sections.describe_speeds(speeds)
     report.parts["memory"] = {"resident_bytes": None if before is None else (after or 0) - before}
-    if (source := subject.source) is not None:
-        place = source.folder, source.mtp
-        report.measure(
-            "verify", lambda: verify_by_layers(manifest, *place, prompts, all_answers, watch)
+    if (source := subject.source) is None:
+        return
+
+    def verify() -> Json:
+        finding = compare_with_checkpoint(
+            manifest, source.folder, prompts, answers, mtp=source.mtp, watch=watch
         )
-        report.problems += filter(None, [judge_head(whole, report.parts["verify"])])
-        if report.parts["verify"].get("verdict") == "failed":
-            report.problems.append(f"verify: {report.parts['verify']['detail']}")
+        return {"verdict": finding.verdict, "detail": finding.detail, **finding.figures}
+
+    report.measure("verify", verify)
+    report.problems += sections.judge(accepted["all"], report.parts["verify"])
 
 
 def foresee_speed(subject: Subject, report: ModelReport, manifest: Manifest) -> None:
@@ -348,6 +338,6 @@ def foresee_speed(subject: Subject, report: ModelReport, manifest: Manifest) -> 
 
     def foresee_engine() -> Json:
         forecast = forecast_model(subject.model, subject.checkpoint, nextns, (1.0, *lengths))
-        return foresee(forecast, manifest.build.quantised_to)
+        return sections.foresee(forecast, manifest.build.quantised_to)
 
     report.measure("forecast", foresee_engine)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +12,9 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.garbage import pause_garbage_collection
 from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in, find_recipe_folder
 from mtpbuild.builder.stages import Watch
-from mtpbuild.builder.weights.scheme import AS_STORED, read_scheme
+from mtpbuild.builder.weights.scheme import AS_STORED
 from mtpbuild.lab.forecast.cpu import CpuForecast, make_cpu_plan_json
-from mtpbuild.lab.measure.checks import ROUNDED, make_prompts, rounds_inputs
-from mtpbuild.lab.measure.compare import LARGEST_DIFFERENCE, NotChecked
+from mtpbuild.lab.measure.checks import make_prompts
 from mtpbuild.lab.measure.prompts import Prompt, resize_prompt
 from mtpbuild.lab.measure.runs import (
     TimedAnswer,
@@ -26,7 +25,6 @@ from mtpbuild.lab.measure.runs import (
     run_settled,
 )
 from mtpbuild.lab.measure.statistics import count_decoded, sum_drafting
-from mtpbuild.lab.verify.checks import check_size
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.manifest import hash_file
 from mtpbuild.runtime.contract.programs import Adaptive, Programs
@@ -39,6 +37,7 @@ HASHED = (CONFIG, TOKENIZER, "tokenizer_config.json", INDEX)
 LONG_PROMPT = 512  # tokens of the prompt whose speed is measured
 ARBITRARY = "arbitrary tokens"  # prompts for an engine without a tokenizer
 Json = dict[str, Any]
+Engines = Mapping[int | str, Callable[[], Engine]]  # by the number of drafts that the call sets
 
 
 @dataclass(frozen=True)
@@ -152,100 +151,59 @@ def measure_acceptance(answers: Sequence[TimedAnswer]) -> Json:
     }
 
 
-def verify_by_layers(
-    manifest: Manifest,
-    source: Path,
-    mtp: Path | None,
-    prompts: list[list[int]],
-    answers: list[TimedAnswer],
-    watch: Watch,
-) -> Json:
-    """Compare the answers, and the first drafts, with those of the checkpoint's plain model."""
-    from mtpbuild.lab.verify import plain
-
-    build = manifest.build
-    if build.calibrated is not None:
-        raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
-    config, view = plain.open_view(source, None, read_scheme(build), mtp)
-    limit = ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
-    if not plain.has_lone_layers(config):
-        check_size(manifest)
-        model = plain.load_plain(source, None, read_scheme(build))
-        finding = plain.judge_texts(model, prompts, answers, limit)
-        return {"verdict": finding.verdict, "detail": finding.detail, **finding.figures}
-    pairs = zip(prompts, answers, strict=True)
-    texts = [prompt + answer.token_ids[:-1] for prompt, answer in pairs]
-    drafts = bool(config.num_nextn_predict_layers) and config.head is None and build.nextn > 0
-    right = list[bool]()
-
-    def split() -> Iterator[Any]:
-        runs = plain.run_by_layers(config, view, texts, drafts=drafts, watch=watch)
-        for prompt, answer, (logits, drafted) in zip(prompts, answers, runs, strict=True):
-            if drafted is not None:  # at p it predicts t_{p+2}, from t_{p+1}
-                wanted = answer.token_ids[1:]
-                guesses = drafted[len(prompt) - 1 :].tolist()
-                right.extend(a == b for a, b in zip(guesses, wanted, strict=True))
-            yield logits
-
-    finding = plain.judge_logits(split(), prompts, answers, limit)
-    rate = sum(right) / len(right) if right else None
-    first = {} if rate is None else {"plain_first_drafts": rate, "plain_positions": len(right)}
-    return {"verdict": finding.verdict, "detail": finding.detail, **finding.figures, **first}
-
-
-def judge_head(acceptance: Json, verification: Json) -> str | None:
-    """Say whether a head that drafts badly does so in the plain model, too; None if it is good."""
+def judge(acceptance: Json, verification: Json) -> list[str]:
+    """Say what is wrong with the texts, and with the head: its drafts beside the plain model's."""
+    failed = verification.get("verdict") == "failed"
+    problems = [f"verify: {verification['detail']}"] if failed else []
     rates, plain = acceptance["accepted_by_position"], verification.get("plain_first_drafts")
     if not rates or plain is None:
-        return None
+        return problems
     both = f"of the first drafts {rates[0]:.0%} are right, of the plain model's {plain:.0%}"
     if rates[0] < plain / 2:
-        return f"{both}: the engine drafts worse than its checkpoint; please send this report"
-    if rates[0] < SELDOM:
-        return f"{both}: the head is another model's, or damaged, or is read as it was not trained"
-    return None
+        why = "the engine drafts worse than its checkpoint; please send this report"
+        problems.append(f"{both}: {why}")
+    elif rates[0] < SELDOM:
+        why = "the head is another model's, or damaged, or is read as it was not trained"
+        problems.append(f"{both}: {why}")
+    return problems
 
 
 def time_drafts(
-    fixed: FixedEngine, prompts: Sequence[list[int]], tokens: int, watch: Watch
-) -> tuple[list[Json], list[list[int]]]:
-    """Time the same prompts with each number of drafts; return the texts of the fewest, too."""
+    engines: Engines,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    watch: Watch,
+) -> dict[int | str, list[TimedAnswer]]:
+    """Time the same prompts with each number of drafts; `engines` sets it."""
     params = SamplingParams(max_tokens=tokens)
-    groups = [[Prompt("", i, ids, params)] for i, ids in enumerate(prompts)]
-    timed = {nextn: list[TimedAnswer]() for nextn in fixed.nextns}
+    timed = {nextn: list[TimedAnswer]() for nextn in engines}
     with pause_garbage_collection():
-        for i, group in enumerate(groups):
-            watch(f"tokens/s: prompt {i + 1} of {len(groups)}")
-            for nextn in rotate(fixed.nextns, i):
-                timed[nextn] += run_settled(fixed.draft(nextn), make_endless(group, tokens))
-    texts = [answer.token_ids for answer in timed[fixed.nextns[0]]]
-    return [describe_speed(nextn, answers, texts) for nextn, answers in timed.items()], texts
+        for i, ids in enumerate(prompts):
+            watch(f"tokens/s: prompt {i + 1} of {len(prompts)}")
+            for nextn in rotate([*engines], i):
+                group = make_endless([Prompt("", i, ids, params)], tokens)
+                timed[nextn] += run_settled(engines[nextn](), group)
+    return timed
 
 
-def time_adaptive(
-    engine: Engine, prompts: Sequence[list[int]], tokens: int, texts: Sequence[list[int]]
-) -> Json:
-    """Time the same prompts with as many drafts as the engine chooses."""
-    params = SamplingParams(max_tokens=tokens)
-    answers = list[TimedAnswer]()
-    for i, ids in enumerate(prompts):
-        answers += run_settled(engine, make_endless([Prompt("", i, ids, params)], tokens))
-    return describe_speed("auto", answers, texts)
-
-
-def describe_speed(
-    nextn: int | str, answers: Sequence[TimedAnswer], texts: Sequence[list[int]]
-) -> Json:
-    count, seconds = count_decoded([answers])
-    steps = [interval for answer in answers for interval in answer.intervals]
-    return {
-        "nextn": nextn,
-        "tokens_per_s": count / seconds,
-        "ms_per_step": 1000 * seconds / len(steps),
-        "tokens_per_step": count / len(steps),
-        "same_texts": sum(a.token_ids == text for a, text in zip(answers, texts, strict=True)),
-        "texts": len(texts),
-    }
+def describe_speeds(timed: Mapping[int | str, Sequence[TimedAnswer]]) -> list[Json]:
+    """Return the speed with each number of drafts; the first one's texts are those to compare."""
+    texts, rows = [answer.token_ids for answer in next(iter(timed.values()))], list[Json]()
+    for nextn, answers in timed.items():
+        count, seconds = count_decoded([answers])
+        steps = sum(len(answer.intervals) for answer in answers)
+        same = sum(a.token_ids == text for a, text in zip(answers, texts, strict=True))
+        rows.append(
+            {
+                "nextn": nextn,
+                "tokens_per_s": count / seconds,
+                "ms_per_step": 1000 * seconds / steps,
+                "tokens_per_step": count / steps,
+                "same_texts": same,
+                "texts": len(texts),
+            }
+        )
+    return rows
 
 
 def time_prompt(engine: Engine, prompts: Sequence[list[int]]) -> Json:

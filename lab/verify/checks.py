@@ -12,14 +12,12 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.scheme import read_scheme
 from mtpbuild.lab.measure.checks import (
-    ROUNDED,
     SETTINGS,
     Case,
     check_batch,
     check_chunks,
-    rounds_inputs,
 )
-from mtpbuild.lab.measure.compare import LARGEST_DIFFERENCE, Finding, NotChecked, compare_bits
+from mtpbuild.lab.measure.compare import Finding, NotChecked, compare_bits
 from mtpbuild.lab.measure.runs import run_prompts
 from mtpbuild.lab.measure.statistics import sum_drafting
 from mtpbuild.lab.verify.distribution import (
@@ -41,7 +39,6 @@ COLLAPSED = 0.01  # acceptance rate below which drafting must be broken
 MACHINE_PROMPTS = 4  # the shortest ones, for `check_machine`
 MACHINE_TOKENS = 16  # of each text of `check_machine`
 LACKS_ISA = "; this machine has "  # in the message of plugins/cpu/source/ops.cpp
-PLAIN_LIMIT = 2 * 10**9  # most parameters that are loaded in fp32 to judge an engine
 
 
 @dataclass(frozen=True)
@@ -67,22 +64,11 @@ def check_greedy_text(case: VerifyCase) -> Finding:
 def check_plain_text(case: VerifyCase) -> Finding:
     """Compare with the plain model, if PyTorch and the checkpoint are here."""
     manifest = case.engine.manifest
-    if manifest.build.calibrated is not None:
-        raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
     source = find_checkpoint(case)
     from mtpbuild.lab.verify import plain
 
-    layers, scheme = read_layers(manifest), read_scheme(manifest.build)
-    limit = ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE
-    config, view = plain.open_view(source, layers, scheme)
-    if not plain.has_lone_layers(config):
-        check_size(manifest)
-        model = plain.load_plain(source, layers, scheme)
-        return plain.judge_texts(model, case.prompts, case.greedy, limit)
-    pairs = zip(case.prompts, case.greedy, strict=True)
-    texts = [prompt + text.token_ids[:-1] for prompt, text in pairs]
-    logits = (logits for logits, _ in plain.run_by_layers(config, view, texts))
-    return plain.judge_logits(logits, case.prompts, case.greedy, limit)
+    layers = read_layers(manifest)
+    return plain.compare_with_checkpoint(manifest, source, case.prompts, case.greedy, layers=layers)
 
 
 def check_quality(case: VerifyCase) -> Finding:
@@ -91,12 +77,12 @@ def check_quality(case: VerifyCase) -> Finding:
     build = manifest.build
     if build.quantised_to is None:
         raise NotChecked("the build quantised no weights")
-    check_size(manifest)
     source = find_checkpoint(case)
     layers = read_layers(manifest)
-    from mtpbuild.lab.verify.plain import load_plain
+    from mtpbuild.lab.verify.plain import check_size, load_plain
     from mtpbuild.lab.verify.quality import acceptance_length, measure_distance, replace_modules
 
+    check_size(manifest)
     model = load_plain(source, layers)
     params = [replace(p, logprobs=MAX_LOGPROBS) for p in case.params()]
     texts = case.engine.generate(case.prompts, params)
@@ -132,12 +118,6 @@ def find_checkpoint(case: VerifyCase) -> Path:
         with explain_missing_package("a comparison with the reference", "build", "torch"):
             from mtpbuild.lab.verify import plain  # noqa: F401  # it imports torch
     return source.folder
-
-
-def check_size(manifest: Manifest) -> None:
-    """Raise NotChecked if a whole model in fp32 is too large."""
-    if (count := manifest.model.parameters) > PLAIN_LIMIT:
-        raise NotChecked(f"{count:,} parameters are too many for the plain model")
 
 
 @contextmanager

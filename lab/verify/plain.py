@@ -1,7 +1,9 @@
 """Judgement of texts by the plain PyTorch model: whole sequences, no caches, no drafts."""
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,15 +18,20 @@ from mtpbuild.builder.weights.checkpoint import Checkpoint
 from mtpbuild.builder.weights.head import open_slice, read_head_config
 from mtpbuild.builder.weights.layer_passes import StreamedModel
 from mtpbuild.builder.weights.quantised_view import QuantisedView, requantise
-from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme
+from mtpbuild.builder.weights.scheme import IN_FLOATS, Scheme, read_scheme
+from mtpbuild.lab.measure.checks import ROUNDED, rounds_inputs
 from mtpbuild.lab.measure.compare import (
     LARGEST_DIFFERENCE,
     LEAST_NOISE,
     TIE_FACTOR,
     Finding,
+    NotChecked,
     find_largest_without_jumps,
 )
 from mtpbuild.lab.measure.runs import TimedAnswer
+from mtpbuild.runtime import Manifest
+
+PLAIN_LIMIT = 2 * 10**9  # most parameters of a model that is loaded whole, in fp32
 
 
 def load_plain(
@@ -102,6 +109,53 @@ def run_by_layers(
         for number, x in enumerate(hidden):
             drafted = plain.draft_logits(1, predicted[number])[0].argmax(-1) if drafts else None
             yield plain.logits(x)[0], drafted
+
+
+def check_size(manifest: Manifest) -> None:
+    """Raise NotChecked if a whole model in fp32 is too large."""
+    if (count := manifest.model.parameters) > PLAIN_LIMIT:
+        raise NotChecked(f"{count:,} parameters are too many for the plain model")
+
+
+def compare_with_checkpoint(
+    manifest: Manifest,
+    folder: Path,
+    prompts: Sequence[list[int]],
+    played: Sequence[TimedAnswer],
+    *,
+    layers: LayersSlice | None = None,
+    mtp: Path | None = None,
+    watch: Watch = ignore,
+) -> Finding:
+    """Judge an engine's greedy texts by its checkpoint; raise NotChecked if that can't be done.
+
+    The figure `plain_first_drafts` is how often MTP module 1 of the plain model predicts the text,
+    at each position.
+    """
+    build = manifest.build
+    if build.calibrated is not None:
+        raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
+    limit, scheme = ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE, read_scheme(build)
+    config, view = open_view(folder, layers, scheme, mtp)
+    if not has_lone_layers(config):
+        check_size(manifest)
+        return judge_texts(load_plain(folder, layers, scheme), prompts, played, limit)
+    pairs = [*zip(prompts, played, strict=True)]
+    texts = [prompt + text.token_ids[:-1] for prompt, text in pairs]
+    drafts = bool(config.num_nextn_predict_layers) and config.head is None and build.nextn > 0
+    right = list[bool]()
+
+    def run() -> Iterator[Tensor]:
+        runs = run_by_layers(config, view, texts, drafts=drafts, watch=watch)
+        for (prompt, text), (logits, drafted) in zip(pairs, runs, strict=True):
+            if drafted is not None:  # at p it predicts t_{p+2}, from t_{p+1}
+                guesses = drafted[len(prompt) - 1 :].tolist()
+                right.extend(map(operator.eq, guesses, text.token_ids[1:]))
+            yield logits
+
+    finding = judge_logits(run(), prompts, played, limit)
+    share = {"plain_first_drafts": sum(right) / len(right)} if right else {}
+    return replace(finding, figures={**finding.figures, **share})
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ FLAGS = {
     "--mtp --out --to",
     "recipes": "--fits --json",
     "refit": "--chat-template --checkpoint --engine --mtp",
+    "report": "--checkpoint --mtp --no-hashes --out --quick --threads --weights",
     "rm": "--yes",
     "run": "--acceptance --chat --chat-template --chat-template-kwargs --config --engine "
     "--extra-llm-api-options --frequency-penalty --huge-pages --ignore-eos --input --json "
