@@ -1,9 +1,13 @@
-"""Runs eight commands of under 8 minutes each on a GPU, in the order in which to read the results.
+"""Runs commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
     python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all
         python benchmarks/gpu_run.py --smoke       # no GPU: runs small versions of all commands
 
     preflight  versions, packages; one compiled part loaded, compared, captured
+    random     kernels on random shapes, in bfloat16 too; 2 minutes
+    rtx        TensorRT-RTX's answer for this GPU: its message, or an engine's tokens; 3 minutes
+    provider   onnxruntime --provider cuda: the tokens of the CPU's engine; 5 minutes
+    soak       requests at once, some cancelled, prefix cache, CUDA graphs; 2 minutes
     kernels    tests/gpu/test_kernels.py: each Triton kernel against its reference
     rooflines  each kernel's time and its bound, R1's shapes, fp8 and nvfp4 too
     tiny       deepseek-tiny: eager, engine, graph, overlap; tokens of the CPU's engine
@@ -39,6 +43,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 470  # seconds per command, which may have to fit into 8 minutes of GPU time
+RANDOM = "mla_attention or matmul_scaled or test_moe or latents or experts"
 KERNELS = "attention,acceptance,experts,products,scaled,writes,mixed"
 GPU = ("benchmarks/gpu.py",)
 Rows = list[dict[str, Any]]
@@ -52,6 +57,7 @@ class Command:
     on_gpu: tuple[str, ...]
     smoke: tuple[str, ...] | None  # None: it can't run without a GPU
     read: Callable[[Path], Rows]
+    limit: int = LIMIT  # seconds
 
 
 def checked(file: Path) -> Rows:
@@ -119,15 +125,23 @@ def severity(status: str) -> int:
 
 def commands(engine: Path | None) -> list[Command]:
     pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-m", "gpu")
-    tests, tensorrt = (
+    tests, tensorrt, provider = (
         (*pytest, f"tests/gpu/test_{name}.py", "--junitxml", "ROWS")
-        for name in ("kernels", "tensorrt")
+        for name in ("kernels", "tensorrt", "onnxruntime")
     )
-    preflight, nccl = (f"benchmarks/on_gpu/{name}.py" for name in ("preflight", "nccl_one"))
+    preflight, nccl, rtx, soak = (
+        f"benchmarks/on_gpu/{name}.py" for name in ("preflight", "nccl_one", "rtx", "soak")
+    )
+    random = (*tests, "-k", RANDOM)
     rows, smoke = ("--rows", "ROWS"), "--smoke"
+    soak_smoke = (soak, smoke, "--seconds", "1", *(("--engine", str(engine)) if engine else ()))
     tiny = (*GPU, smoke, "--only", "engine", "--engine", str(engine), *rows)
     return [
         Command("preflight", (preflight, *rows), (preflight, smoke, *rows), checked),
+        Command("random", (*random, "-n", "12"), (*random, "-n", "0"), tested, 120),
+        Command("rtx", (rtx, *rows), (rtx, smoke, *rows), checked, 180),
+        Command("provider", (*provider, "-n", "0"), (*provider, "-n", "0"), tested, 300),
+        Command("soak", (soak, *rows), (*soak_smoke, *rows), checked, 120),
         Command("kernels", (*tests, "-n", "12"), (*tests, "-n", "0"), tested),
         Command(
             "rooflines",
@@ -166,10 +180,10 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
     begin, why = time.monotonic(), ""
     with stem.with_suffix(".txt").open("w") as output:
         try:
-            code = (walk_through if smoke else start)(given, output)
+            code = (walk_through if smoke else start)(given, output, command.limit)
             why = f"exit code {code}" if code else ""
         except TimeoutError:
-            why = f"cut short after {LIMIT} s"
+            why = f"cut short after {command.limit} s"
     rows = command.read(file)
     file.unlink(missing_ok=True)
     if why and not any(row["status"] == FAILED for row in rows):
@@ -184,24 +198,24 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
     }
 
 
-def start(given: list[str], output: IO[str]) -> int:
+def start(given: list[str], output: IO[str], limit: int) -> int:
     """Run the command in its own process, which may crash or hang; return its exit code."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    how: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": LIMIT}
+    how: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "timeout": limit}
     try:
         return subprocess.run([sys.executable, *given], cwd=ROOT, env=own, **how).returncode
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
 
 
-def walk_through(given: list[str], output: IO[str]) -> int:
+def walk_through(given: list[str], output: IO[str], limit: int) -> int:
     """Run the command in a fork of this process, so that torch is imported once for all."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
     for module in ("torch", "on_gpu.kernels", "on_gpu.slice_bench"):
         import_module(module)
     child = get_context("fork").Process(target=be, args=(given, output.fileno()))
     child.start()
-    child.join(LIMIT)
+    child.join(limit)
     if child.exitcode is None:
         child.kill()
         raise TimeoutError

@@ -5,8 +5,9 @@
 
 Two kinds of places are written. A ```console block has commands after "$ ", each followed by its
 output. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` is the table that the
-function NAME below makes. Commands run in an empty folder that has engines/tiny_n0 and tiny_n3.
-Times and speeds depend on the machine, so they are not compared.
+function NAME below makes, from what commands print or from a record in benchmarks/results/.
+Commands run in an empty folder that has engines/tiny_n0 and tiny_n3. Times and speeds depend on the
+machine, so they are not compared.
 
 A block after `<!-- not run: WHY -->` is left as it is. Blocks after `<!-- long: WHY -->` and the
 tables in LONG are written like the others, but only `make test-full` compares them.
@@ -249,16 +250,47 @@ def model_sizes() -> str:
     return table(head, sorted(rows))
 
 
+def copy_table(file: str, heading: str, columns: tuple[int, ...]) -> str:
+    """Return some columns of a record's first table after a heading, with its date and machine.
+
+    file: of benchmarks/results/. The date and the machine stand before the table, or in the
+    record's first lines.
+    """
+    text = (ROOT / "benchmarks" / "results" / file).read_text(encoding="utf-8")
+    before, _, section = text.partition(f"\n## {heading}\n")
+    said, _, rest = section.partition("\n|")
+    lines = f"|{rest}".partition("\n\n")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    facts = [
+        next(match[0] for part in (said, before) if (match := re.search(pattern, part)))
+        for pattern in (r"\d+ \w+ 20\d\d", r"2 cores of an AMD EPYC[\w ,-]*?(?=, |; )")
+    ]
+    anchor = re.sub(r"[^a-z0-9-]", "", heading.lower().replace(" ", "-"))
+    source = f"[Measured](../benchmarks/results/{file}#{anchor}) on {', '.join(facts)}:\n\n"
+    chosen = [[row[i] for i in columns] for row in (head, *rows)]
+    return source + table(chosen[0], chosen[1:])
+
+
+def peers() -> str:
+    return copy_table(
+        "2026-11-epyc.md", "Beside what a user would pick instead", (0, 1, 2, 3, 5, 7)
+    )
+
+
+def mixture() -> str:
+    return copy_table("2026-11-epyc.md", "One machine", (0, 1, 2, 3))
+
+
+def users() -> str:
+    return copy_table("2026-11-avx512.md", "Many users", (0, 1, 2, 3, 4, 5))
+
+
 LONG = {"long_contexts", "model_sizes", "streams_bounds"}  # tables that take half a minute
 TABLES: dict[str, Callable[[], str]] = {
     maker.__name__: maker
     for maker in (
-        cpu_engines,
-        published_speeds,
-        r1_sizes,
-        long_contexts,
-        model_sizes,
-        streams_bounds,
+        *(cpu_engines, published_speeds, r1_sizes, long_contexts, model_sizes),
+        *(streams_bounds, peers, mixture, users),
     )
 }
 

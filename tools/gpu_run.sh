@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs eight commands of under 8 minutes on a GPU; each writes JSON and a short table (docs/gpu.md):
-# tools/gpu_run.sh [--smoke] [--out gpu_run] [preflight kernels rooflines tiny slice v4 nccl tensorrt]
+# Runs commands of under 8 minutes on a GPU; each writes JSON and a short table (docs/gpu.md):
+# tools/gpu_run.sh [--smoke] [--out gpu_run] [preflight random rtx provider soak kernels ..]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python

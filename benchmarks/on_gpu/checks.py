@@ -41,22 +41,24 @@ class Checks:
         self.say(what, PASSED if gpu else ON_CPU, detail)
         return True
 
-    def skip(self, *whats: str) -> None:
+    def skip(self, *whats: str, why: str = NO_GPU) -> None:
         for what in whats:
-            self.say(what, NO_GPU)
+            self.say(what, why)
 
     def end(self) -> None:
         if self.failed:
             sys.exit(1)
 
 
-def parse_flags(description: str | None) -> tuple[Checks, bool]:
-    """Parse the command line; return the checks, and whether to walk through without a GPU."""
+def parse_flags(description: str | None) -> tuple[Checks, argparse.Namespace]:
+    """Parse the command line; return the checks and all flags."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--smoke", action="store_true", help="without a GPU")
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--engine", type=Path, help="of a soak")
+    parser.add_argument("--seconds", type=float, default=90, help="of a soak")
     arguments = parser.parse_args()
-    return Checks(arguments.rows), arguments.smoke
+    return Checks(arguments.rows), arguments
 
 
 def near(got: Any, wanted: Any, limit: float) -> str:

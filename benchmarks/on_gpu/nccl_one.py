@@ -91,14 +91,16 @@ def run_over_nccl(checks: Checks, bench: Bench) -> None:
 
 
 def main() -> None:
-    checks, smoke = parse_flags(__doc__)
-    if not smoke and not torch.cuda.is_available():
+    checks, flags = parse_flags(__doc__)
+    if not flags.smoke and not torch.cuda.is_available():
         checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")
         checks.end()
     with tempfile.TemporaryDirectory() as scratch:
         case = replace(small((0,)), dtype="bfloat16")
-        bench = Bench(case, Machine("cpu" if smoke else "cuda"), not smoke, Path(scratch))
-        (run_over_gloo if smoke else run_over_nccl)(checks, bench)
+        bench = Bench(
+            case, Machine("cpu" if flags.smoke else "cuda"), not flags.smoke, Path(scratch)
+        )
+        (run_over_gloo if flags.smoke else run_over_nccl)(checks, bench)
     checks.end()
 
 

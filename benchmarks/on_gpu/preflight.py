@@ -98,9 +98,9 @@ def one_part(checks: Checks) -> None:
 
 
 def main() -> None:
-    checks, smoke = parse_flags(__doc__)
+    checks, flags = parse_flags(__doc__)
     machine(checks)
-    if smoke:
+    if flags.smoke:
         checks.skip("GPU", "driver", "NCCL", *ON_THE_GPU)
     elif not torch.cuda.is_available():
         checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")

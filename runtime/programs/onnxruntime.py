@@ -6,6 +6,7 @@ hidden row per slot) are a few kB, which onnxruntime copies to the device and ba
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -296,5 +297,8 @@ def load(
         )
     if huge_pages and build.cpu_layout is None:
         raise UsageError(f"{folder}: huge_pages is for engines on our CPU kernels: it is portable")
+    if not on_host:
+        with contextlib.redirect_stdout(sys.stderr):  # it prints what is missing
+            ort.preload_dlls()  # of pip's packages of CUDA and cuDNN, if they are there
     caches = PackedCaches(state) if on_host else DeviceCaches(state, provider)
     return OnnxPrograms(folder, manifest, caches, threads, provider, huge_pages)

