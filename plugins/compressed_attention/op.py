@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.definition import Node, define
-from mtpbuild.plugins.sparse_rows.op import sort_positions
+from mtpbuild.plugins.sparse_rows.op import NONE
 from mtpbuild.plugins.stream_rows.op import rotate_end
 
 
@@ -152,6 +152,11 @@ def choose_compressed(
     seen = see_complete(place_tokens(base, first, T), keys.shape[1], ratio)
     scores = scaled.sum(2).masked_fill(~seen, float("-inf"))
     padded = F.pad(scores, (0, count), value=float("-inf"))
-    best = padded.topk(count, dim=-1)
-    there = best.values > float("-inf")
-    return sort_positions(best.indices, there, count)
+    least = padded.topk(count, dim=-1).values[..., -1:]
+    above, equal = padded > least, padded == least
+    left = count - above.sum(-1, keepdim=True)  # for those with the least score, in their order
+    best = above | (equal & (equal.cumsum(-1) <= left) & (padded > float("-inf")))
+    after_all = padded.shape[-1]
+    numbers = torch.where(best, torch.arange(after_all, device=q.device), after_all)
+    first_ones = numbers.topk(count, dim=-1, largest=False).values
+    return torch.where(first_ones == after_all, NONE, first_ones)
