@@ -106,9 +106,9 @@ def read_model(folder: Path) -> GgufFile:
     blocks = (f"blk.{head.layers + j}." for j in range(head.modules))
     prefixes = tuple(blocks)
     joined = {name: tensor for name, tensor in head.tensors.items() if name.startswith(prefixes)}
-    if prefixes and (tops := find_architecture(trunk)[1].module_tops):
-        own = (name for name in head.tensors if name.startswith(tops))
-        joined |= {f"{prefixes[0]}{name}": head.tensors[name] for name in own}
+    if prefixes and (start := find_architecture(trunk)[1].module_tops):
+        tops = (name for name in head.tensors if name.startswith(start))
+        joined |= {f"{prefixes[0]}{name}": head.tensors[name] for name in tops}
     count = {f"{trunk.architecture}.nextn_predict_layers": head.modules}
     count[f"{trunk.architecture}.block_count"] = head.layers + head.modules
     return replace(trunk, keys={**trunk.keys, **count}, tensors={**trunk.tensors, **joined})
