@@ -16,6 +16,7 @@ from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
@@ -120,6 +121,19 @@ def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
 def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
     save(tmp_path)
     check_drafts(load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path))
+
+
+def test_a_module_of_other_files(tmp_path: Path) -> None:
+    """In DeepSeek's names, for a trunk in those of transformers."""
+    save(tmp_path / "trunk", seed=1)
+    save(tmp_path / "head", native=True)
+    joined = open_slice(tmp_path / "trunk", None, tmp_path / "head")
+    joined.check(load_config(tmp_path / "trunk"))
+    own, other = (open_checkpoint(tmp_path / name) for name in ("trunk", "head"))
+    for name in joined.tensors:
+        wanted = (other if name.startswith("mtp.") else own).read(name)
+        assert torch.equal(joined.read(name), wanted)
+    assert not torch.equal(own.read("mtp.0.h_proj.weight"), other.read("mtp.0.h_proj.weight"))
 
 
 def join_one_late(model: Any) -> None:
