@@ -9,7 +9,7 @@ from mtpbuild.builder.models.family import Family
 
 # Names beside the input projection's by which a layer after the trunk's is known as a module.
 SIGNS = ("enorm", "hnorm", "shared_head")
-OWN_LAYER = re.compile(r"(.*?layers\.)(\d{1,9})\.(.+)")
+OWN_LAYER = re.compile(r"(.*?layers\.|mtp\.)(\d{1,9})\.(.+)")
 NOT_OWN = ("model.", "lm_head.")
 # Prefixes of a module that has no number, as MLX keeps it in a file of its own.
 PREFIXES = ("mtp.", "model.mtp_block.", "model.", "")

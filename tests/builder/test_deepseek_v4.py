@@ -16,6 +16,8 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
 from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
@@ -173,6 +175,19 @@ def test_faults_of_blocks_are_seen(fault: Callable[[Any], None], tmp_path: Path)
     fault(model)
     with pytest.raises(AssertionError, match="drafts differ"):
         check_drafts(model, load_plain(tmp_path), 4, "mtp-block", (13,))
+
+
+def test_a_module_of_other_files(tmp_path: Path) -> None:
+    """In DeepSeek's names, for a trunk in those of transformers."""
+    save(tmp_path / "trunk", seed=1)
+    save(tmp_path / "head", native=True)
+    joined = open_slice(tmp_path / "trunk", None, tmp_path / "head")
+    joined.check(load_config(tmp_path / "trunk"))
+    trunk, head = (open_checkpoint(tmp_path / name) for name in ("trunk", "head"))
+    for name in joined.tensors:
+        wanted = (head if name.startswith("mtp.") else trunk).read(name)
+        assert torch.equal(joined.read(name), wanted)
+    assert not torch.equal(trunk.read("mtp.0.h_proj.weight"), head.read("mtp.0.h_proj.weight"))
 
 
 def join_one_late(model: Any, patch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 import train
 from mtpbuild.builder.compiler.build import build
 from mtpbuild.builder.models.common.plain import PlainLM
-from mtpbuild.builder.plan.recipe import PROMPT_SETS, find_built_in
+from mtpbuild.builder.plan.recipe import find_built_in
 from mtpbuild.builder.plan.request import BuildRequest
 from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.verify.plain import load_plain
@@ -42,7 +42,7 @@ CONFIG = {
     "eos_token_id": 1, "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 TOKENIZER = Path("recipes/deepseek_tiny")
-NEXTN, TOKENS, PROMPTS = 3, 96, 20  # drafts, tokens of a text, prompts of each kind
+NEXTN, TOKENS, PROMPTS = 3, 96, 40  # drafts, tokens of a text, held-out problems
 Histogram = Counter[int]  # how many steps accepted so many drafts
 
 
@@ -107,34 +107,28 @@ def describe(accepted: Histogram) -> str:
 
 
 def measure(model: Path, prompts: int) -> None:
-    """Print acceptance by position of an engine, and of the plain model on the same prompts.
-
-    prompts: how many of each kind.
-    """
+    """Print acceptance by position of an engine, and of the plain model on the same prompts."""
     plain = load_plain(model)
     (built,) = build(BuildRequest(str(model), nextn=(NEXTN,), out=model / "engines"), WORKBENCH)
     how = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    totals = {kind: (Histogram(), Histogram()) for kind in PROMPT_SETS}
+    engines, plains = Histogram(), Histogram()
     same = alike = 0
     with Engine.load(built.folder, threads=1, prefix_cache=False) as engine:
-        for kind, (engines, plains) in totals.items():
-            for request in read_requests(find_built_in(kind), engine, how)[:prompts]:
-                answer = engine.generate(request.token_ids, how)
-                drafting = answer.metrics.speculative_decoding
-                counted = Counter(dict(enumerate(drafting.acceptance_histogram)))
-                text = continue_plainly(plain, request.token_ids, answer.token_ids)
-                wanted = count_accepted(plain, request.token_ids, text)
-                engines += counted
-                plains += wanted
-                same += list(answer.token_ids) == text[:TOKENS]
-                alike += +counted == +wanted
-    both = [*totals.values()]
-    totals["all"] = (both[0][0] + both[1][0], both[0][1] + both[1][1])
-    for kind, sides in totals.items():
-        for name, accepted in zip(("engine", "plain model"), sides, strict=True):
-            print(f"{kind:10} {name:12} {describe(accepted)}")
-    count = prompts * len(PROMPT_SETS)
-    print(f"{same} of {count} texts are the plain model's; steps of {alike} accept as many drafts")
+        for request in read_requests(find_built_in("reasoning"), engine, how)[:prompts]:
+            answer = engine.generate(request.token_ids, how)
+            drafting = answer.metrics.speculative_decoding
+            counted = Counter(dict(enumerate(drafting.acceptance_histogram)))
+            text = continue_plainly(plain, request.token_ids, answer.token_ids)
+            wanted = count_accepted(plain, request.token_ids, text)
+            engines += counted
+            plains += wanted
+            same += list(answer.token_ids) == text[:TOKENS]
+            alike += +counted == +wanted
+    print(f"engine       {describe(engines)}")
+    print(f"plain model  {describe(plains)}")
+    print(
+        f"{same} of {prompts} texts are the plain model's; steps of {alike} accept as many drafts"
+    )
 
 
 def main() -> None:
