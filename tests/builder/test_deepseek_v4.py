@@ -16,7 +16,6 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
-from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
 from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
