@@ -116,6 +116,18 @@ def test_a_step_that_chooses_rows(model: str, gpu: str, headers: Path, tmp_path:
 
 
 @pytest.mark.full
+def test_a_step_of_deepseek_v4(headers: Path, tmp_path: Path) -> None:
+    """Three layers and three drafts: each attends to listed rows, and mixes streams twice."""
+    (program,) = compiled(tmp_path, "--kernels-only", "small-v4/step/sm90/bfloat16")
+    counts = {name: program.kernels[name] for name in ("mla_partial", "mla_combine", "balance")}
+    assert counts == {"mla_partial": 6, "mla_combine": 6, "balance": 12}
+    assert program.kernels["score_rows"] == program.kernels["best_rows"] == 2
+    assert program.kernels["gate_and_up"] == program.kernels["down"] == 6
+    assert program.kernels["route"] == 5, "one layer's tokens choose"
+    assert not [name for name in program.kernels if re.search(r"(?<!_to)_copy_", name)]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
 def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def check_compressed(case: Compressed, device: str) -> None:
     first = torch.full_like(base, F - T)
     if case.written:
         cache = write_ring(cache, fresh, base)
-    choice = choose_compressed, choose_compressed_triton
-    attention = compressed_attention, compressed_attention_triton
+    choice: tuple[Any, Any] = choose_compressed, choose_compressed_triton
+    attention: tuple[Any, Any] = compressed_attention, compressed_attention_triton
     results = list[tuple[Any, Tensor]]()
     for i, (choose, attend) in enumerate(zip(choice, attention, strict=True)):
         if i:  # the reference has run

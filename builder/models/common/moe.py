@@ -3,6 +3,8 @@
 Shapes: E hidden size, k chosen experts of a token, N tokens.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -139,7 +141,7 @@ class ExpertStack(nn.Module):
     """Routed experts in stacks of weights, which may hold a shared one, too."""
 
     by_kernels = ("gate_up_proj", "down_proj")  # weights that our kernels read
-    gate: nn.Module
+    gate: Any
     shared_experts: MLP | None
 
     def stack_shared_expert(self) -> None:

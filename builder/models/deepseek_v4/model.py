@@ -53,8 +53,8 @@ class StreamGate(nn.Module):
         """Return the weights and ids of a token's experts, both [B, T, k]."""
         logits = cast(x, torch.float32) @ self.weight
         choice = (None, self.table, tokens) if self.bias is None else (self.bias, None, None)
-        routes = root_route(logits, *choice, self.chosen, self.factor)
-        return with_shared(*routes, self.weight.shape[1], self.num_shared_in_stack)
+        weights, ids = root_route(logits, *choice, self.chosen, self.factor)
+        return with_shared(weights, ids, self.weight.shape[1], self.num_shared_in_stack)
 
 
 class ClampedExperts(ExpertStack):
