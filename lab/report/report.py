@@ -44,7 +44,7 @@ Texts = tuple[list[list[int]], list[TimedAnswer]]  # prompts and answers
 ENGINES = Path("engines")
 ENGINE_FIELDS = (  # of a build
     *("nextn", "adaptive", "drafter", "draft_vocab", "weights", "quantised_to", "head_weights"),
-    *("weight_bits", "calibrated", "dtype", "max_seq_len", "prefill_chunk", "cpu_layout", "exact"),
+    *("weight_bits", "dtype", "max_seq_len", "prefill_chunk", "cpu_layout", "exact"),
 )
 # For the estimate of a report's time: kinds of prompts, and numbers of drafts that are timed.
 KINDS, TIMED, PROMPT_TOKENS = 5, 7, 100
@@ -123,10 +123,12 @@ class Subject:
     def list_names(self, request: ReportRequest) -> list[str]:
         """List names and paths that are the user's own, unless they are a recipe's."""
         source, recipe = self.source, find_recipe(self.model)
+        model = read_manifest(self.folder).model
         places = [self.folder, request.out, request.checkpoint, request.mtp, Path(request.model)]
         places += [] if source is None else [source.folder, source.mtp]
         paths = [path for place in places if place for path in (place, place.absolute())]
-        names = {self.model, request.model, read_manifest(self.folder).model.name}
+        head = (model.head or "").partition(" from ")[2]  # the name of a joined one's place
+        names = {self.model, request.model, model.name, head}
         names |= {str(path) for path in paths} | {path.name for path in paths}
         names |= set() if source is None else {source.name, source.engine}
         public = set() if recipe is None else {recipe.name, recipe.engine, recipe.repository}
