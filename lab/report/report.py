@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -23,12 +23,14 @@ from mtpbuild.lab.forecast.cpu import CpuForecast, forecast_cpu
 from mtpbuild.lab.forecast.fitting import choose_weights
 from mtpbuild.lab.forecast.forecast import ForecastRequest
 from mtpbuild.lab.measure.host import describe_machine
+from mtpbuild.lab.measure.runs import TimedAnswer
 from mtpbuild.lab.measure.workbench import WORKBENCH
 from mtpbuild.lab.report import sections
 from mtpbuild.lab.report.published import find_published
 from mtpbuild.lab.report.redaction import redact
 from mtpbuild.lab.report.sections import QUICK, WHOLE, Engines, Json, ReportSize
 from mtpbuild.lab.show.results import check_writable
+from mtpbuild.lab.verify.checks import read_layers
 from mtpbuild.lab.verify.plain import compare_with_checkpoint
 from mtpbuild.runtime import Engine, Manifest
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
@@ -38,10 +40,11 @@ from mtpbuild.runtime.limits import measure_limits
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.text.tokenizer import TOKENIZER
 
+Texts = tuple[list[list[int]], list[TimedAnswer]]  # prompts and answers
 ENGINES = Path("engines")
 ENGINE_FIELDS = (  # of a build
     *("nextn", "adaptive", "drafter", "draft_vocab", "weights", "quantised_to", "head_weights"),
-    *("weight_bits", "calibrated", "dtype", "max_seq_len", "prefill_chunk", "cpu_layout", "exact"),
+    *("weight_bits", "dtype", "max_seq_len", "prefill_chunk", "cpu_layout", "exact"),
 )
 # For the estimate of a report's time: kinds of prompts, and numbers of drafts that are timed.
 KINDS, TIMED, PROMPT_TOKENS = 5, 7, 100
@@ -120,10 +123,12 @@ class Subject:
     def list_names(self, request: ReportRequest) -> list[str]:
         """List names and paths that are the user's own, unless they are a recipe's."""
         source, recipe = self.source, find_recipe(self.model)
+        model = read_manifest(self.folder).model
         places = [self.folder, request.out, request.checkpoint, request.mtp, Path(request.model)]
         places += [] if source is None else [source.folder, source.mtp]
         paths = [path for place in places if place for path in (place, place.absolute())]
-        names = {self.model, request.model, read_manifest(self.folder).model.name}
+        head = (model.head or "").partition(" from ")[2]  # the name of a joined one's place
+        names = {self.model, request.model, model.name, head}
         names |= {str(path) for path in paths} | {path.name for path in paths}
         names |= set() if source is None else {source.name, source.engine}
         public = set() if recipe is None else {recipe.name, recipe.engine, recipe.repository}
@@ -149,7 +154,9 @@ def make_report(
             raise UsageError(f"{subject.folder}: report takes engines of one rank")
         say(manifest.drafting)
         describe_model(request, report, manifest, subject)
-        measure_engine(subject, manifest, size, request.threads, report, watch)
+        texts = measure_engine(subject.folder, manifest, size, request.threads, report, watch)
+        if subject.source is not None:  # the engine is closed: each takes the memory it needs
+            verify_texts(subject.source, manifest, texts, report, watch)
         foresee_speed(subject, report, manifest)
     report.parts["warnings"] = [*dict.fromkeys(warnings)]
     redacted: Json = redact(report.parts, subject.list_names(request))
@@ -162,13 +169,17 @@ def find_or_build(
     """Find the engine that is named, or build one of the model that is named."""
     for folder in (Path(request.model), ENGINES / request.model):
         if (folder / MANIFEST).is_file():
-            named = str(request.checkpoint or read_manifest(folder).whole_model)
+            manifest = read_manifest(folder)
+            named = str(request.checkpoint or manifest.whole_model)
             try:
                 source = find_source(BuildRequest(named, mtp=request.mtp))
             except MtpbuildError as error:
                 why = f"{take_first_line(error)}; --checkpoint names its folder"
                 report.problems.append(f"the engine's checkpoint is not here: {why}")
                 source = None
+            with suppress(MtpbuildError):
+                forecast = forecast_model(named, None, (0,))
+                say(describe_work(request, forecast, manifest.build.quantised_to, "uses"))
             return Subject(folder, named, None, source)
     wanted = BuildRequest(request.model, checkpoint=request.checkpoint, mtp=request.mtp)
     watch("reading the checkpoint")
@@ -177,7 +188,7 @@ def find_or_build(
     weights = request.weights or choose_weights(forecast).weights
     nextn = choose_nextn(source, forecast.model.config, report)
     wanted = replace(wanted, nextn=(nextn,), scheme=build_scheme(weights))
-    say(describe_work(request, forecast, weights))
+    say(describe_work(request, forecast, weights, "builds"))
     folder = choose_folder(f"{source.engine}_n{nextn}", wanted)
     stages = Stages(watch)
     build(replace(wanted, out=folder), WORKBENCH, stages)
@@ -212,16 +223,18 @@ def forecast_model(
     return forecast_cpu(ForecastRequest(model, nextn, acceptance=acceptance, checkpoint=checkpoint))
 
 
-def describe_work(request: ReportRequest, forecast: CpuForecast, weights: str | None) -> str:
+def describe_work(
+    request: ReportRequest, forecast: CpuForecast, weights: str | None, takes: str
+) -> str:
     """Say what will be done, and about how long it takes."""
     minutes = estimate_seconds(forecast, weights, QUICK if request.quick else WHOLE) / 60
     parameters = sum(part.parameters for part in forecast.portions.values())
     download = f"fetches {format_size(forecast.download)}, " if forecast.download else ""
     shorter = "" if request.quick else "; --quick takes less"
     return (
-        f"{parameters / 1e9:.2g} B parameters: {download}builds an engine (weights "
+        f"{parameters / 1e9:.2g} B parameters: {download}{takes} an engine (weights "
         f"{weights or 'as stored'}), compares it with the checkpoint and times it, in about "
-        f"{max(minutes, 1):.0f} minutes{shorter}. {request.out}/report.json and report.html have "
+        f"{max(minutes, 1):.0f} min{shorter}. {request.out}/report.json and report.html have "
         "no prompts, names or paths; nothing is sent"
     )
 
@@ -284,16 +297,16 @@ def list_formats(source: ModelSource) -> list[Json]:
 
 
 def measure_engine(
-    subject: Subject,
+    folder: Path,
     manifest: Manifest,
     size: ReportSize,
     threads: int | None,
     report: ModelReport,
     watch: Watch,
-) -> None:
-    """Add acceptance, the comparison with the plain model, tokens/s and memory."""
+) -> Texts:
+    """Add acceptance, tokens/s and memory; return the prompts and their answers."""
     before = sections.measure_resident_bytes()
-    fixed = sections.load_fixed_engine(subject.folder, manifest, threads)
+    fixed = sections.load_fixed_engine(folder, manifest, threads)
     with fixed.engine as engine:
         kinds = sections.collect_prompts(engine, size.prompts, size.tokens)
         if sections.ARBITRARY in kinds:
@@ -311,22 +324,28 @@ def measure_engine(
         report.measure("prompt", lambda: sections.time_prompt(engine, prompts))
         after = sections.measure_resident_bytes()
     if manifest.build.adaptive:
-        with Engine.load(subject.folder, threads=threads, prefix_cache=False) as engine:
+        with Engine.load(folder, threads=threads, prefix_cache=False) as engine:
             drafts = {"auto": lambda: engine}
             speeds |= sections.time_drafts(drafts, timed, size.tokens, watch)
     report.parts["speed"] = sections.describe_speeds(speeds)
     report.parts["memory"] = {"resident_bytes": None if before is None else (after or 0) - before}
-    if (source := subject.source) is None:
-        return
+    return prompts, answers
+
+
+def verify_texts(
+    source: ModelSource, manifest: Manifest, texts: Texts, report: ModelReport, watch: Watch
+) -> None:
+    """Add the comparison with the checkpoint's plain model, and what it says of the head."""
+    layers = read_layers(manifest)
 
     def verify() -> Json:
         finding = compare_with_checkpoint(
-            manifest, source.folder, prompts, answers, mtp=source.mtp, watch=watch
+            manifest, source.folder, *texts, layers=layers, mtp=source.mtp, watch=watch
         )
         return {"verdict": finding.verdict, "detail": finding.detail, **finding.figures}
 
     report.measure("verify", verify)
-    report.problems += sections.judge(accepted["all"], report.parts["verify"])
+    report.problems += sections.judge(report.parts["acceptance"]["all"], report.parts["verify"])
 
 
 def foresee_speed(subject: Subject, report: ModelReport, manifest: Manifest) -> None:

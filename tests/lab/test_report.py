@@ -169,6 +169,16 @@ def test_names_and_paths_are_taken_out() -> None:
     }
 
 
+def test_a_joined_heads_place_is_private(tmp_path: Path) -> None:
+    manifest = fake_manifest()
+    model = manifest.model.model_copy(update={"head": f"its MTP module from {NAME}"})
+    write_engine(tmp_path / "engine", manifest.model_copy(update={"model": model}))
+    subject = module.Subject(tmp_path / "engine", "deepseek-tiny", None, None)
+    names = subject.list_names(module.ReportRequest("engine"))
+    assert {NAME, "engine", "fake", str(tmp_path / "engine")} < {*names}
+    assert {"deepseek-tiny", "tiny"}.isdisjoint(names), "a recipe's names are public"
+
+
 def test_the_page() -> None:
     document = {
         "machine": {"cpu": "<EPYC>", "bytes": 1234567},
