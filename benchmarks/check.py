@@ -29,7 +29,7 @@ from one.sides import WARM, decode, ours, prompt
 from rich.console import Console
 from rich.table import Table
 from script import run
-from serving import Server
+from serving import Server, Work
 from serving import ours as serve_ours
 
 from mtpbuild.builder.compiler.build import build
@@ -104,7 +104,7 @@ def build_and_serve() -> dict[str, float]:
         seconds = time.perf_counter() - start
         server = Server(MODEL, partial(serve_ours, out), out)
         for _ in range(3):
-            server.run([1, 8], requests=2, tokens=128)
+            server.run([1, 8], Work(2, 128))
         shares = {f"http{users}": share for users, share in server.shares()}
     return {"build": seconds} | shares
 

@@ -2,6 +2,7 @@
 
 python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
 python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
+python benchmarks/serving.py --shape qwen3.5-4b --rounds 5   # 20 GB of disk; --quick: 4 layers
 
 `mtpbuild serve` serves each engine; the table also shows the speed of `Engine.stream` for one user,
 and of `Engine.generate` for several. The client shares the machine with the server, so it is made
@@ -11,32 +12,45 @@ that type and 8 slots; --llama-drafts N adds one that drafts N tokens with qwen-
 peer is any running server of OpenAI's API. All get the same greedy, streamed completions; a user
 sends the next one as soon as the last has ended. Servers take turns, round after round, each after
 eight requests that are not counted; figures are the rounds' medians.
+
+--shape measures a published shape with random weights: our engines in int4 with int8 caches,
+without drafts, with --nextn and `--nextn auto`, each draft accepted with probability --accepted
+(synthetic acceptance); and llama-server in Q4_0 with f16 caches, without drafts; 16 slots each.
+Prompts are 500 random ids, answers 200 tokens. --out gets the figures as JSON, with machine and
+date.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from one.files import Workshop
+from one.shapes import published
 from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
 from script import PEERS, convert, run
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from mtpbuild.builder.plan.recipe import find_model
+from mtpbuild.lab.measure.host import describe_machine
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.limits import measure_limits
 
@@ -50,9 +64,10 @@ PROMPTS = (
     "return [x for x in ",
     "async def main():\n    await ",
 )
-PATIENCE = 300
-LLAMA = "llama-server"
+PATIENCE = 3600  # seconds for one number of users
+LLAMA, PLAIN = "llama-server", "nextn 0"
 SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
+USERS = 16  # most users of a shape
 
 
 @dataclass
@@ -71,13 +86,13 @@ class Load:
 
 
 @contextlib.contextmanager
-def ours(engine: Path) -> Iterator[str]:
+def ours(engine: Path, *flags: str) -> Iterator[str]:
     """Run `mtpbuild serve` on a free port; yield its address.
 
     The server's log is read and dropped, so that the server never waits for a reader.
     """
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    command.append("--no-access-log")
+    command += ["--no-access-log", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next((line for line in process.stderr if line.startswith("serving")), None)
@@ -94,7 +109,19 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
     return contextlib.nullcontext(url)
 
 
-async def one(url: str, prompt: str, tokens: int, load: Load) -> None:
+@dataclass(frozen=True)
+class Work:
+    """The requests of each user: how many, tokens of an answer, and the prompts in turn."""
+
+    requests: int
+    tokens: int
+    prompts: Sequence[str | list[int]] = PROMPTS
+
+    def choose_prompt(self, user: int, request: int) -> str | list[int]:
+        return self.prompts[(user + request) % len(self.prompts)]
+
+
+async def one(url: str, prompt: str | list[int], tokens: int, load: Load) -> None:
     """Request one streamed completion on a connection of its own; record its times in `load`."""
     asked = {
         "prompt": prompt,
@@ -123,42 +150,38 @@ async def one(url: str, prompt: str, tokens: int, load: Load) -> None:
     writer.close()
 
 
-async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
+async def measure(url: str, users: int, work: Work) -> Load:
     """Run some users at once; each sends its requests one after the other."""
     load = Load(users)
 
     async def user(number: int) -> None:
-        for i in range(requests):
-            await one(url, prompt_of(number, i), tokens, load)
+        for i in range(work.requests):
+            await one(url, work.choose_prompt(number, i), work.tokens, load)
 
     async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in PROMPTS))
+        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in work.prompts[:8]))
         start = time.perf_counter()
         await asyncio.gather(*(user(number) for number in range(users)))
         load.seconds = time.perf_counter() - start
     return load
 
 
-def prompt_of(user: int, request: int) -> str:
-    return PROMPTS[(user + request) % len(PROMPTS)]
-
-
-def direct(engine: Path, users: int, requests: int, tokens: int) -> float:
+def direct(engine: Path, users: int, work: Work) -> float:
     """Measure the tokens per second in this process: `Engine.stream` for one user, or `generate`.
 
     Several users' requests wait in one queue, in the order in which the users would send them.
     """
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    prompts = [prompt_of(user, i) for i in range(requests) for user in range(users)]
+    params = SamplingParams(max_tokens=work.tokens, ignore_eos=True)
+    prompts = [work.choose_prompt(user, i) for i in range(work.requests) for user in range(users)]
     with Engine.load(engine, prefix_cache=False) as loaded:
-        loaded.generate(list(PROMPTS), SamplingParams(max_tokens=8))
+        loaded.generate(list(work.prompts[:8]), SamplingParams(max_tokens=8))
         start = time.perf_counter()
         if users == 1:
             for prompt in prompts:
                 list(loaded.stream(prompt, params))
         else:
             loaded.generate(prompts, params)
-        return len(prompts) * tokens / (time.perf_counter() - start)
+        return len(prompts) * work.tokens / (time.perf_counter() - start)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -169,27 +192,36 @@ def quantile(values: list[float], share: float) -> float:
 
 @dataclass
 class Server:
-    """One of the servers that take turns; direct: an engine's rates in this process, by users."""
+    """One of the servers that take turns; direct: an engine's rates in this process, by users.
+
+    inside: whether an engine is measured there, too.
+    """
 
     name: str
     start: Callable[[], contextlib.AbstractContextManager[str]]
-    engine: Path | None = None
+    engine: Path | None = None  # None: of others
+    inside: bool = True
     loads: dict[int, list[Load]] = field(default_factory=dict)  # by number of users
     direct: dict[int, list[float]] = field(default_factory=dict)
 
     def rate(self, users: int) -> float:
         return statistics.median(load.rate for load in self.loads[users])
 
-    def run(self, users: list[int], requests: int, tokens: int) -> None:
+    def run(self, users: list[int], work: Work) -> None:
         """Measure a round."""
-        if self.engine:
+        if self.engine and self.inside:
             for count in users:
-                rate = direct(self.engine, count, requests, tokens)
+                rate = direct(self.engine, count, work)
                 self.direct.setdefault(count, []).append(rate)
         with self.start() as url:
             for count in users:
-                load = asyncio.run(measure(url, count, requests, tokens))
+                load = asyncio.run(measure(url, count, work))
                 self.loads.setdefault(count, []).append(load)
+
+    def median_over(self, other: "Server", users: int) -> float:
+        """Return the median ratio of tokens/s to another server's in the same round."""
+        pairs = zip(self.loads[users], other.loads[users], strict=True)
+        return statistics.median(load.rate / beside.rate for load, beside in pairs)
 
     def shares(self) -> Iterator[tuple[int, float]]:
         """Yield the share of the engine's own tokens/s that users get over HTTP, by users."""
@@ -221,6 +253,10 @@ def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
     for server in servers:
         if told := ", ".join(f"{count}: {share:.2f}" for count, share in server.shares()):
             yield f"{server.name}, over HTTP to in this process, by users: {told} (aim 0.95 at 1)"
+    for plain in (server for server in servers if server.name == PLAIN):
+        for server in (s for s in servers if s.engine and s is not plain):
+            told = ", ".join(f"{n}: {server.median_over(plain, n):.2f}" for n in users)
+            yield f"{server.name} over {PLAIN}, median of pairs, by users: {told}"
     others = [server for server in servers if server.name.startswith(LLAMA)]
     for other in others:
         for server in (s for s in servers if s.engine):
@@ -228,8 +264,50 @@ def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
             yield f"{server.name} over {other.name}, by users: {told} (aim 3.5 at 8)"
 
 
+def list_shape_servers(
+    folder: Path, name: str, layers: int | None, nextn: int, accepted: float
+) -> list[Server]:
+    """Write a shape's files, and return our servers and llama.cpp's."""
+    shop = Workshop(folder, published(name, layers), lambda text: print(text, file=sys.stderr))
+    shop.checkpoint.mkdir(parents=True)
+    vocabulary = {f"<{i}>": i for i in range(shop.vocabulary)}
+    Tokenizer(BPE(vocabulary, [])).save(str(shop.checkpoint / "tokenizer.json"))
+    shop.write_checkpoint()
+    flags = ("--cache-dtype", "int8", "--max-batch", str(USERS), "--max-seq-len", str(LENGTH))
+    numbers = (0, nextn, "auto")
+    engines = dict(zip(numbers, shop.build("engines", numbers, *flags), strict=True))
+    shop.drop_checkpoint()
+    gguf, _ = shop.write_gguf(module=True)
+    servers = [Server(PLAIN, partial(ours, engines[0]), engines[0], inside=False)]
+    for number in (nextn, "auto"):
+        drafts = read_manifest(engines[number]).build.nextn
+        how = {
+            "num_speculative_tokens": drafts,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [accepted**k for k in range(1, drafts + 1)],
+        }
+        settings = folder / f"{number}.yaml"
+        settings.write_text(json.dumps({"speculative-config": how}), encoding="utf-8")
+        start = partial(ours, engines[number], "--config", str(settings))
+        servers.append(Server(f"nextn {number}", start, engines[number], inside=False))
+    room: dict[str, Any] = {
+        "slots": USERS,
+        "rows": USERS * LENGTH,
+        "threads": measure_limits().processors,
+    }
+    servers.append(Server(f"{LLAMA} Q4_0", partial(started, PEERS / LLAMA, gguf, **room)))
+    return servers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", help="a recipe, such as qwen3.5-4b")
+    parser.add_argument("--nextn", type=int, default=2, help="of --shape")
+    parser.add_argument("--accepted", type=float, default=0.8, help="of --shape: of each draft")
+    parser.add_argument("--layers", type=int, help="of --shape: the most layers")
+    parser.add_argument("--prompt-len", type=int, default=500, help="of --shape")
+    parser.add_argument("--quick", action="store_true", help="of --shape: 4 layers, one round")
+    parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("engines", nargs="*", type=Path)
     parser.add_argument("--peer", action="append", default=[], help="NAME=URL")
     parser.add_argument("--llama-server", action="append", default=[], choices=("f32", "q8_0"))
@@ -237,10 +315,13 @@ def main() -> None:
     parser.add_argument("--model", default="deepseek-tiny", help="weights of --llama-server")
     parser.add_argument("--users", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=4, help="requests of each user")
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, help="of an answer: 128, with --shape 200")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.layers, arguments.rounds, arguments.requests = 4, 1, 1
     users = [int(count) for count in arguments.users.split(",")]
+    work = Work(arguments.requests, arguments.tokens or 128)
     servers = [Server(path.name, partial(ours, path), path) for path in arguments.engines]
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
@@ -256,12 +337,26 @@ def main() -> None:
                 start = partial(started, PEERS / LLAMA, weights, drafts=drafts, **room)
                 name = f"{LLAMA} {kind}" + (f", {drafts} drafts" if drafts else "")
                 servers.append(Server(name, start))
+        if arguments.shape:
+            place = Path(folder)
+            drafts = arguments.nextn, arguments.accepted
+            servers += list_shape_servers(place, arguments.shape, arguments.layers, *drafts)
+            rng = random.Random(0)
+            size = published(arguments.shape, 1).config.vocab_size
+            prompts = [
+                [rng.randrange(size) for _ in range(arguments.prompt_len)] for _ in range(64)
+            ]
+            work = Work(arguments.requests, arguments.tokens or 200, prompts)
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
             servers.append(Server(name, partial(running, url)))
         for _ in range(arguments.rounds):
             for server in servers:
-                server.run(users, arguments.requests, arguments.tokens)
+                server.run(users, work)
+    if arguments.out:
+        figures = {s.name: {n: [*s.cells(n)] for n in users} for s in servers}
+        machine = describe_machine(measure_limits().processors)
+        arguments.out.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
     console = Console()
     console.print(table(servers, users))
     for line in ratios(servers, users):

@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,7 +32,7 @@ COMPILED, RUN = "nextn {}: it compiles for this GPU", "nextn {}: the CPU engine'
 def name_capability(capability: str) -> str:
     """Return a compute capability's name in flags; make one for a GPU that the target refuses."""
     name = GPUS.setdefault(capability, "sm" + capability.replace(".", ""))
-    trt = tensorrt_api(TARGET)
+    trt: Any = tensorrt_api(TARGET)
     known = dict(trt.ComputeCapability.__members__)
     if name.upper() not in known:  # compiles for the GPU that is there, whichever it is
         trt.ComputeCapability = SimpleNamespace(**known, **{name.upper(): known["CURRENT"]})
