@@ -145,8 +145,8 @@ def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
 
 def count_drafts(config: ModelConfig, nextn: Nextn) -> int:
     """Return the most drafts of a step."""
-    most = config.head.most_drafts if config.head else ADAPTIVE_NEXTN
-    return min(ADAPTIVE_NEXTN, most) if nextn == "auto" else nextn
+    max_drafts = config.head.most_drafts if config.head else ADAPTIVE_NEXTN
+    return min(ADAPTIVE_NEXTN, max_drafts) if nextn == "auto" else nextn
 
 
 def choose_drafter(

@@ -60,12 +60,12 @@ def list_architectures() -> tuple[Architecture, ...]:
             modules="mtp.",
             module_tops=STREAM_HEAD,
             merge=split_joint,
-            restore=restore,
+            restore=rename_weight,
         ),
     )
 
 
-def restore(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
+def rename_weight(file: GgufFile, tensor: str, weight: GgufWeight) -> GgufWeight:
     name = TOP.get(weight.name, weight.name)
     return replace(weight, name=name, as_floats=weight.as_floats or name.endswith(FLOATS))
 
