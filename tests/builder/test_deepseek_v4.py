@@ -18,7 +18,7 @@ from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
-from mtpbuild.builder.weights.scheme import add_calibration, build_scheme
+from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
 from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
@@ -312,7 +312,7 @@ def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
 def test_calibration_is_refused_without_weights(tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    scheme = add_calibration(build_scheme("int4"), True, None)
+    scheme = add_calibration(make_scheme("int4", None, None), True, None)
     request = build_request(tmp_path, (0,), out=tmp_path / "engines", scheme=scheme)
     with pytest.raises(UsageError, match="its layers can't run one by one"):
         plan_model(request, FoundModel("x", "x", tmp_path))

@@ -120,7 +120,8 @@ class PlainRowIndexer(PlainCompressor):
         products = torch.einsum("bthd,bnd->bthn", q, self.make_rows(x)).relu()
         scores = torch.einsum("bth,bthn->btn", weights, products * c.index_head_dim**-0.5)
         scores = scores.masked_fill(~seen, float("-inf"))
-        best = scores.topk(min(c.index_topk, scores.shape[-1]), dim=-1).indices
+        # Of equal scores, often zeros, the lowest position wins.
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : c.index_topk]
         return torch.zeros_like(seen).scatter(-1, best, True) & seen
 
 
