@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.builder.test_deepseek_v4 import load_plain
 from tests.support import llama_cpp
-from tests.support.deepseek_v4 import save
+from tests.support.deepseek_v4 import load_plain, save
 from tests.support.deepseek_v4_gguf import write
 from tests.support.llama_cpp import COUNT, NEXTN
 
