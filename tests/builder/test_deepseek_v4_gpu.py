@@ -121,10 +121,10 @@ def test_the_graph_of_a_prompt(folder: Path) -> None:
     start, rng = 0, np.random.default_rng(0)
     for size in (8, 1, 5, 8, 8):
         tokens = torch.from_numpy(rng.integers(0, 60, (1, size)))
-        given = tokens, torch.tensor([start]), tokens[:, :1]
+        arguments = tokens, torch.tensor([start]), tokens[:, :1]
         with torch.no_grad():
-            graph(*state.values(), *given)
-            wanted = program.module(wanted, *given)
+            graph(*state.values(), *arguments)
+            wanted = program.module(wanted, *arguments)
         start += size
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, wanted[name], atol=1e-4, rtol=1e-3)
