@@ -44,7 +44,7 @@ from peer.llama_server import started
 from rich.console import Console
 from rich.table import Table
 from script import PEERS, convert, run
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from mtpbuild.builder.plan.recipe import find_model
@@ -271,7 +271,9 @@ def list_shape_servers(
     shop = Workshop(folder, published(name, layers), lambda text: print(text, file=sys.stderr))
     shop.checkpoint.mkdir(parents=True)
     vocabulary = {f"<{i}>": i for i in range(shop.vocabulary)}
-    Tokenizer(BPE(vocabulary, [])).save(str(shop.checkpoint / "tokenizer.json"))
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(shop.checkpoint / "tokenizer.json"))
     shop.write_checkpoint()
     flags = ("--cache-dtype", "int8", "--max-batch", str(USERS), "--max-seq-len", str(LENGTH))
     numbers = (0, nextn, "auto")
