@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
+from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.errors import CheckpointError
 
 SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules or experts
@@ -310,6 +311,21 @@ class HeadConfig(ModelConfig):
     def added_width(self) -> int:
         """The numbers that the head adds to the trunk's hidden states."""
         return 0
+
+    @property
+    def cached_layers(self) -> int:
+        """The layers that have cache rows, of a head whose drafter keeps any."""
+        return 1
+
+    @property
+    def usual_nextn(self) -> int:
+        """The drafts of a step if the build says no number."""
+        return 1
+
+    @property
+    def most_drafts(self) -> int:
+        """The drafts that it can make in a step."""
+        return NEXTN_LIMIT
 
     @property
     def drafted(self) -> int:

@@ -86,7 +86,7 @@ def choose_nextns(config: ModelConfig, request: BuildRequest, folder: Path) -> t
             "same model with --mtp FILE_OR_FOLDER, or make one by `mtpbuild tune-head --new`"
             f"{offer_unnamed_head(folder)}"
         )
-    return (config.num_nextn_predict_layers,)
+    return (config.head.usual_nextn if config.head else config.num_nextn_predict_layers,)
 
 
 def check_target(target: Target, request: BuildRequest, nextns: tuple[Nextn, ...]) -> None:

@@ -126,7 +126,7 @@ class Family:
         rows = [(width, self.cache_sections(c, layer)) for layer, width in widths]
         if isinstance(head := c.head, GroupedConfig):
             width = 2 * head.num_key_value_heads * head.head_dim
-            rows[c.num_hidden_layers :] = [(width, (head.head_dim,))]
+            rows[c.num_hidden_layers :] = [(width, (head.head_dim,))] * head.cached_layers
         return rows
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig
+from mtpbuild.builder.models.dflash.config import DFlashConfig, is_dflash
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
 from mtpbuild.builder.models.family import import_lazily
 from mtpbuild.builder.models.gemma4.assistant_config import AssistantConfig, is_assistant
@@ -55,6 +56,15 @@ HEADS = (
         import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
         import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
         import_lazily(f"{FOLDER}.gemma4.gguf", "list_heads"),
+    ),
+    Head(
+        DFlashConfig,
+        is_dflash,
+        DFlashConfig.of,
+        import_lazily(f"{FOLDER}.dflash.weights", "rename_tensor"),
+        import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
+        import_lazily(f"{FOLDER}.dflash.model", "attach_head"),
+        tuple,
     ),
 )
 

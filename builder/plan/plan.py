@@ -11,7 +11,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
-from mtpbuild.runtime.contract.drafters import ASSISTANT, EAGLE, VANILLA, find_drafter
+from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK, EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
@@ -169,13 +169,19 @@ def choose_drafter(
     if nextn == 0:
         return None
     if head := config.head:
-        if asked in (EAGLE, VANILLA, ASSISTANT) and asked != head.drafter:
+        if asked in (EAGLE, VANILLA, ASSISTANT, BLOCK) and asked != head.drafter:
             raise UsageError(f"--drafter {asked}: {head.title} drafts by {head.drafter}")
         chosen = asked or head.drafter
+        if chosen == head.drafter and nextn > head.most_drafts:
+            raise UsageError(
+                f"--nextn {nextn}: a block of this head has at most {head.most_drafts} drafts"
+            )
     else:
         chosen = asked or (VANILLA if modules >= nextn else EAGLE)
         if chosen == ASSISTANT:
             raise UsageError(f"--drafter {ASSISTANT}: join Gemma-4's assistant with --mtp")
+        if chosen == BLOCK:
+            raise UsageError(f"--drafter {BLOCK}: join a DFlash or DSpark head with --mtp")
     needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(
@@ -196,14 +202,19 @@ def count_modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
+def name_drafter_rows(plan: Plan) -> list[str]:
+    """Return the names of the cache rows that the drafter's modules keep."""
+    layers = plan.config.head.cached_layers if plan.config.head else 1
+    count = count_modules_in_use(plan.drafter, plan.nextn) * layers
+    return [name_module_rows(j) for j in range(count)]
+
+
 def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Return the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     family, L = find_family_of(c), c.num_hidden_layers
     owners = [(name_layer_rows(i), f"layers.{i}") for i in range(L)]
-    owners += [
-        (name_module_rows(j), f"mtp.{j}") for j in range(count_modules_in_use(plan.drafter, K))
-    ]
+    owners += [(name, f"mtp.{j}") for j, name in enumerate(name_drafter_rows(plan))]
     rows, dtype = family.list_rows(c, plan.ranks), plan.style.cache_dtype or plan.dtype
     widths = [count_int8_width(*row) if dtype == "int8" else row[0] for row in rows]
     windows = [*family.windows(c), *[0] * len(owners)]

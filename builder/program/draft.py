@@ -1,4 +1,4 @@
-"""The interface of drafters, and the built-in ones: Eagle, vanilla, assistant, and an idle one.
+"""The interface of drafters, and the built-in ones: Eagle, vanilla, assistant, block, and idle.
 
 Eagle runs one module K times, vanilla runs K modules; docs/architecture.md has the derivation. A
 module's input at slot p joins Emb(t_{p+k}) and the hidden state of slot p; the family decides
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.block_head import BlockHead
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Choice, Positions, State
 from mtpbuild.builder.models.common.precision import cast
@@ -110,6 +111,42 @@ class Assistant(Drafter):
             token = step.draft(0, x, k)
             drafts.append(token)
         return torch.cat(drafts, dim=1), {}
+
+
+class Block(Drafter):
+    """DFlash and DSpark: a head that drafts all tokens in one pass over a block of tokens.
+
+    The block is the newest token and masks; only the trunk's tokens make cache rows. Without
+    DSpark's bias each draft is chosen for itself.
+    """
+
+    def __call__(self, model: CausalLM, state: State, step: AcceptedTokens) -> tuple[Tensor, State]:
+        head = find_block_head(model)
+        new = self.prefill(model, state, step.tokens, step.hidden, step.rows)
+        token = take_rows(step.tokens, (step.n - 1).clamp(min=0), 1)
+        size = self.nextn + (not head.block.from_anchor)
+        masks = torch.full_like(token, head.block.mask_token_id).expand(-1, size - 1)
+        x = model.embed(torch.cat([token, masks], dim=1))
+        hidden = head(x, new, model.draft_rope(step.lengths, size, step.active))
+        logits = model.draft_logits(0, hidden[:, size - self.nextn :])
+        drafts = list[Tensor]()
+        for k in range(self.nextn):
+            token = step.choose(head.add_bias(model, logits[:, k : k + 1], token), k + 1)
+            drafts.append(token)
+        return torch.cat(drafts, dim=1), new
+
+    def prefill(
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Positions
+    ) -> State:
+        head = find_block_head(model)
+        context = hidden[..., -head.block.added_width :]
+        return head.write(context, state, model.place_drafts(rows))
+
+
+def find_block_head(model: CausalLM) -> BlockHead:
+    head = model.mtp[0]
+    assert isinstance(head, BlockHead)
+    return head
 
 
 class Vanilla(Drafter):

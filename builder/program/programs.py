@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.plan.plan import Plan, make_drafter_states, make_state_specs
+from mtpbuild.builder.plan.plan import (
+    Plan,
+    make_drafter_states,
+    make_state_specs,
+    name_drafter_rows,
+)
 from mtpbuild.builder.program.accept import (
     MIXED_OUTPUTS,
     OUTPUTS,
@@ -43,7 +48,6 @@ from mtpbuild.runtime.contract.programs import (
     name_program,
 )
 from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.state import name_module_rows
 
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # arbitrary, but no other dimension has these sizes
 
@@ -78,8 +82,8 @@ def make_drafter(plan: Plan, nextn: int) -> CheckedDrafter | None:
     if plan.drafter is None:
         return None
     record = find_drafter(plan.drafter)
-    rows = map(name_module_rows, range(record.modules(plan.nextn)))
-    return CheckedDrafter(record.name, record.make(nextn), nextn, rows, make_drafter_states(plan))
+    rows, states = name_drafter_rows(plan), make_drafter_states(plan)
+    return CheckedDrafter(record.name, record.make(nextn), nextn, rows, states)
 
 
 # States that only steps and the host use; prefill fills all others.

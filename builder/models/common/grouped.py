@@ -27,8 +27,14 @@ class GroupedAttention(Attention):
     A rank has whole groups of heads.
     """
 
-    def __init__(self, c: GroupedConfig, ranks: Ranks, inputs: int | None = None) -> None:
-        """Take the parts; inputs: of queries, keys and values, if not the hidden size."""
+    def __init__(
+        self, c: GroupedConfig, ranks: Ranks, inputs: int | None = None, window: int = 0
+    ) -> None:
+        """Take the parts.
+
+        inputs: of queries, keys and values, if not the hidden size. window: how many rows are seen,
+        the last one included; 0: all.
+        """
         super().__init__()
         H, G = (n // ranks.parts for n in (c.num_attention_heads, c.num_key_value_heads))
         D = c.head_dim
@@ -36,6 +42,7 @@ class GroupedAttention(Attention):
         self.eps = c.rms_norm_eps
         self.scale = 1 / math.sqrt(D)  # YaRN's mscale_all_dim scales latent attention alone
         self.gated = c.output_gate
+        self.bound = {"window": window} if window else {}
         outputs = (H + 2 * G + (H if self.gated else 0)) * D  # gates, queries, keys, values
         self.qkv_proj = parameter(inputs or c.hidden_size, outputs)
         self.qkv_bias = parameter(outputs) if c.attention_bias else None
@@ -95,6 +102,7 @@ class GroupedAttention(Attention):
             scale=self.scale,
             heads=self.heads,
             groups=self.groups,
+            **self.bound,
         )
         for gate in gates:
             o = o * gate.sigmoid()
