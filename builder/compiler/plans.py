@@ -236,7 +236,7 @@ def plan_each(
     scheme = spend_bits(request.scheme, config)
     engines = dict[Path, Plan]()
     for asked in nextns:
-        nextn = count_drafts(asked)
+        nextn = count_drafts(config, asked)
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             out = out / f"{source.engine}_n{asked}{suffix}"

@@ -11,7 +11,7 @@ from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.weights.scheme import FLOATS, Scheme
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
-from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK, EAGLE, VANILLA, find_drafter
+from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK_HEAD, EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.programs import HIDDEN
 from mtpbuild.runtime.contract.state import (
@@ -143,9 +143,10 @@ def sort_nextns(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
-def count_drafts(nextn: Nextn) -> int:
+def count_drafts(config: ModelConfig, nextn: Nextn) -> int:
     """Return the most drafts of a step."""
-    return ADAPTIVE_NEXTN if nextn == "auto" else nextn
+    most = config.head.most_drafts if config.head else ADAPTIVE_NEXTN
+    return min(ADAPTIVE_NEXTN, most) if nextn == "auto" else nextn
 
 
 def choose_drafter(
@@ -163,13 +164,13 @@ def choose_drafter(
                 "drafts"
             )
         asked = asked or (config.head.drafter if config.head else EAGLE)
-    nextn = count_drafts(nextn)
+    nextn = count_drafts(config, nextn)
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
     if head := config.head:
-        if asked in (EAGLE, VANILLA, ASSISTANT, BLOCK) and asked != head.drafter:
+        if asked in (EAGLE, VANILLA, ASSISTANT, BLOCK_HEAD) and asked != head.drafter:
             raise UsageError(f"--drafter {asked}: {head.title} drafts by {head.drafter}")
         chosen = asked or head.drafter
         if chosen == head.drafter and nextn > head.most_drafts:
@@ -180,8 +181,8 @@ def choose_drafter(
         chosen = asked or (VANILLA if modules >= nextn else EAGLE)
         if chosen == ASSISTANT:
             raise UsageError(f"--drafter {ASSISTANT}: join Gemma-4's assistant with --mtp")
-        if chosen == BLOCK:
-            raise UsageError(f"--drafter {BLOCK}: join a DFlash or DSpark head with --mtp")
+        if chosen == BLOCK_HEAD:
+            raise UsageError(f"--drafter {BLOCK_HEAD}: join a DFlash or DSpark head with --mtp")
     needed = count_modules_in_use(chosen, nextn)
     if needed and not modules:
         raise BuildError(

@@ -130,8 +130,9 @@ class Block(Drafter):
         hidden = head(x, new, model.draft_rope(step.lengths, size, step.active))
         logits = model.draft_logits(0, hidden[:, size - self.nextn :])
         drafts = list[Tensor]()
-        for k in range(self.nextn):
-            token = step.choose(head.add_bias(model, logits[:, k : k + 1], token), k + 1)
+        for k, part in enumerate(logits.split(1, dim=1), 1):
+            row = part.clone(memory_format=torch.contiguous_format)  # branches need equal strides
+            token = step.choose(head.add_bias(model, row, token), k)
             drafts.append(token)
         return torch.cat(drafts, dim=1), new
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EAGLE, VANILLA = "mtp-eagle", "mtp-vanilla"
 ASSISTANT = "mtp-assistant"  # of a head that reads the trunk's rows, and has none
-BLOCK = "mtp-block"  # of a head that drafts all tokens in one pass (DFlash, DSpark)
+BLOCK_HEAD = "mtp-block"  # of a head that drafts all tokens in one pass (DFlash, DSpark)
 NONE = "none"  # drafts nothing: `bench` subtracts its step times to time drafting
 
 
@@ -86,7 +86,9 @@ _drafters = Registry[DrafterRecord](
             VANILLA, f"{PROGRAMS}:Vanilla", lambda n: n, lambda n: n, _make_vanilla_states
         ),
         DrafterRecord(ASSISTANT, f"{PROGRAMS}:Assistant", adaptive=True),
-        DrafterRecord(BLOCK, f"{PROGRAMS}:Block", lambda nextn: 1, lambda nextn: 1, adaptive=True),
+        DrafterRecord(
+            BLOCK_HEAD, f"{PROGRAMS}:Block", lambda nextn: 1, lambda nextn: 1, adaptive=True
+        ),
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),
 )

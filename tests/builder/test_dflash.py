@@ -3,17 +3,21 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.config import RopeConfig
 from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import Positions, Rope
 from mtpbuild.builder.models.common.plain import PlainCausalLM
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
@@ -23,19 +27,25 @@ from mtpbuild.builder.weights.head import read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.dflash import MASK, SIZES, SLIDING, PlainBlockHead, make_head
+from tests.reference.eager import EagerPrograms
 from tests.support.families import make_family, save_family
+from tests.support.forced import Run
 from tests.support.invoke import refusal
 from tests.support.opened import NO_IDS
 from tests.support.requests import build, build_request
-from tests.support.steps import CHUNK, check_steps
+from tests.support.steps import CHUNK, check_state, check_steps
 
 Change = dict[str, Any]
 TAPS = {"target_layer_ids": [0], "mask_token_id": MASK}
-WINDOW = {"layer_types": [SLIDING, "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+WINDOW = {
+    "layer_types": [SLIDING, "full_attention"],
+    "sliding_window": 6,
+    "use_sliding_window": True,
+}
 FORMS: dict[str, Change] = {
-    "dflash": {"block_size": 5},
-    "windows": {"block_size": 5, **WINDOW},
-    "dspark": {"block_size": 4, "markov_rank": 6},
+    "dflash": {"block_size": 6},
+    "windows": {"block_size": 6, **WINDOW},
+    "dspark": {"block_size": 5, "markov_rank": 6},
 }
 CLASSES = {"dspark": "Qwen3DSparkModel"}
 FULL = pytest.mark.full
@@ -76,27 +86,168 @@ def load_with_head(place: Path, name: str, form: str) -> tuple[CausalLM, PlainBl
     return model.model.eval(), PlainBlockHead(trunk, config, raw, weights)
 
 
-def check(model: CausalLM, reference: PlainBlockHead, nextn: int = 3, **how: Any) -> None:
-    plan = Plan(model.config, nextn, "mtp-block", 1, 200, CHUNK, **how)
-    check_steps(plan, model, reference, accepts_all=False)
+def make_plan(model: CausalLM, nextn: int, *, adaptive: bool = False) -> Plan:
+    return Plan(model.config, nextn, "mtp-block", 1, 200, CHUNK, adaptive=adaptive)
 
 
-CASES = [("qwen3.5", "dspark", 4), ("qwen3", "windows", 3)]
-OTHERS = [
-    ("qwen3.5", "dflash", 4), ("qwen3.5", "windows", 2), ("qwen3", "dspark", 1),
-    ("gigachat", "dflash", 1), ("llama", "dspark", 2),
-]  # fmt: skip
+def check(model: CausalLM, reference: PlainBlockHead, nextn: int) -> None:
+    """Check a prompt of three chunks and steps that accept any number of drafts."""
+    rng, plan = np.random.default_rng(0), make_plan(model, nextn)
+    programs = EagerPrograms(plan, model)
+    run = Run(programs, reference, nextn, plan.drafter, CHUNK, rng)
+    tokens, seen = run.steps(rng.integers(0, 61, 11).tolist(), 8)
+    assert len(seen.accepted) > 2
+    check_state(programs, reference, tokens)
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "nextn"), [*CASES, *(pytest.param(*case, marks=FULL) for case in OTHERS)]
-)
-def test_drafts_are_those_of_a_recompute(
-    name: str, form: str, nextn: int, tmp_path: Path
-) -> None:
-    """With each number of accepted drafts; the head's rows are those of a fresh prompt."""
+CASES = [("qwen3.5", "dspark", 3), ("qwen3", "windows", 3)]
+
+
+@pytest.mark.parametrize(("name", "form", "nextn"), CASES)
+def test_drafts_are_those_of_a_recompute(name: str, form: str, nextn: int, tmp_path: Path) -> None:
     check(*load_with_head(tmp_path, name, form), nextn)
 
 
-def test_any_number_of_drafts_in_a_step(tmp_path: Path) -> None:
-    check(*load_with_head(tmp_path, "qwen3", "dspark"), adaptive=True)
+ALL = [
+    ("qwen3.5", "dspark", 5), ("qwen3.5", "dflash", 5), ("qwen3.5", "windows", 2),
+    ("qwen3", "windows", 3), ("qwen3", "dspark", 1), ("gigachat", "dflash", 1),
+    ("llama", "dspark", 2),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(("name", "form", "nextn"), ALL)
+def test_drafts_of_all_lengths(
+    name: str, form: str, nextn: int, adaptive: bool, tmp_path: Path
+) -> None:
+    """With each number of accepted drafts; the head's rows are those of a fresh prompt."""
+    model, reference = load_with_head(tmp_path, name, form)
+    check_steps(make_plan(model, nextn, adaptive=adaptive), model, reference, accepts_all=False)
+
+
+def shift(rows: Positions) -> Positions:
+    place = Rope(RopeConfig(theta=SIZES["rope_theta"]), 2 * rows.cos.shape[-1])
+    later = place(rows.positions[:, 0] + 1, rows.positions.shape[1])
+    return replace(rows, cos=later.cos, sin=later.sin)
+
+
+def draft_one_late(model: CausalLM) -> None:
+    """Give the block the positions after its own."""
+    head: Any = model.mtp[0]
+    head.register_forward_pre_hook(lambda _, given: (*given[:2], shift(given[2])))
+
+
+def write_one_early(model: CausalLM) -> None:
+    """Write each token's row at the place before its own."""
+    head: Any = model.mtp[0]
+    write = head.write
+    head.write = lambda context, *others: write(context.roll(-1, 1), *others)
+
+
+def take_the_first_for_all(model: CausalLM) -> None:
+    """Bias all drafts by the newest token."""
+    head: Any = model.mtp[0]
+    add, first = head.add_bias, list[Tensor]()
+
+    def biased(model: CausalLM, logits: Tensor, token: Tensor) -> Tensor:
+        first.append(token)
+        return add(model, logits, first[-(len(first) % 3 or 3)])  # of this step's three
+
+    head.add_bias = biased
+
+
+def see_no_masks(model: CausalLM) -> None:
+    head: Any = model.mtp[0]
+    head.causal = [True] * len(head.causal)
+
+
+FAULTS: dict[Callable[[CausalLM], None], str] = {
+    draft_one_late: "dflash", write_one_early: "dflash", see_no_masks: "dflash",
+    take_the_first_for_all: "dspark",
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault: Callable[[CausalLM], None], tmp_path: Path) -> None:
+    model, reference = load_with_head(tmp_path, "qwen3", FAULTS[fault])
+    fault(model)
+    with pytest.raises(AssertionError, match="drafts differ"):
+        check(model, reference, 3)
+
+
+BAD: list[tuple[Change, str]] = [
+    ({"architectures": ["DFlash2DraftModel"]}, "DFlash2 heads, with convolutions and a candidate"),
+    ({"hidden_size": 20}, "its trunk has hidden_size 20, the model 24"),
+    ({"vocab_size": 62}, "its trunk has vocab_size 62, the model 61: this head is another model's"),
+    ({"num_target_layers": 9}, "its trunk has num_target_layers 9, the model 2"),
+    ({"dflash_config": TAPS | {"target_layer_ids": [1]}}, "must be a list of layers up to 0, not"),
+    ({"dflash_config": TAPS | {"target_layer_ids": []}}, "target_layer_ids is missing"),
+    ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
+    ({"dflash_config": TAPS | {"mask_token_id": 61}}, "mask_token_id must be an integer of 0..60"),
+    ({"block_size": 1}, "block_size must be an integer of 2.."),
+    ({"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not supported"),
+    ({"draft_vocab_size": 9}, "a draft vocabulary is not supported"),
+    ({"layer_types": [SLIDING] * 2}, "but use_sliding_window is false"),
+    (WINDOW | {"sliding_window": 4}, "sliding_window 4 is below block_size 6"),
+    (WINDOW | {"is_causal": False}, "a sliding window that is not causal is not supported"),
+    ({"layer_types": ["linear"]}, "layer_types must be a list of 2 names"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), BAD)
+def test_heads_that_do_not_fit(changes: Change, why: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    save_head(tmp_path / "head", "dflash", trunk)
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        read_head_config(tmp_path / "head", folder, load_config(folder))
+
+
+REFUSALS = [
+    (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with a DFlash or DSpark head has"),
+    (("--drafter", "mtp-eagle"), "a DFlash or DSpark head drafts by mtp-block"),
+    (("--nextn", "6"), "--nextn 6: a block of this head has at most 5 drafts"),
+    (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
+]
+
+
+@pytest.mark.parametrize(("flags", "why"), REFUSALS)
+def test_refusals(flags: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    save_head(tmp_path / "head", "dflash", trunk)
+    assert why in refusal(
+        "build", "--model", folder, "--mtp", tmp_path / "head", "--dry-run", *flags
+    )
+
+
+def test_a_block_needs_its_head(tmp_path: Path) -> None:
+    folder = save_family(tmp_path / "qwen3.5", "qwen3.5", make_family("qwen3.5"))
+    line = refusal("build", "--model", folder, "--drafter", "mtp-block", "--dry-run")
+    assert line == "--drafter mtp-block: join a DFlash or DSpark head with --mtp"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "form"), [("qwen3", "windows"), ("qwen3.5", "dflash"), ("qwen3.5", "dspark")]
+)
+def test_engines_are_exact(name: str, form: str, tmp_path: Path) -> None:
+    """With int8 weights and caches all that is said is, to the bit, what is said without drafts."""
+    sizes = {"hidden_size": 64}
+    trunk = make_family(name, **sizes)
+    folder = save_family(tmp_path / name, name, trunk, **sizes)
+    save_head(tmp_path / "head", form, trunk)
+    said = []
+    for nextn, mtp in ((0, None), (3, tmp_path / "head"), ("auto", tmp_path / "head")):
+        out = tmp_path / f"n{nextn}"
+        how = {"weights": "int8", "cache_dtype": "int8", "mtp": mtp, "out": out}
+        build(build_request(folder, (nextn,), **how))
+        with Engine.load(out, prefix_cache=False) as engine:
+            params = SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True)
+            results = [engine.generate([5, 6, 7 + i], params) for i in range(3)]
+            said.append([(r.token_ids, r.logprobs) for r in results])
+    assert said[0] == said[1] == said[2]

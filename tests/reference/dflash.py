@@ -12,8 +12,8 @@ from tests.reference.eagle3 import normalise, rotate
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61, "model_type": "qwen3",
-    "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 2,
+    "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61,
+    "model_type": "qwen3", "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 2,
 }  # fmt: skip
 SLIDING = "sliding_attention"
 MASK = 3  # the id of the mask
@@ -79,7 +79,9 @@ class PlainBlockHead(PlainLM):
         return self.product(o.transpose(1, 2).flatten(2), f"{at}.o_proj")
 
     @torch.no_grad()
-    def draft_block(self, tokens: list[int], nextn: int, drafts: Sequence[int] = ()) -> list[Tensor]:
+    def draft_block(
+        self, tokens: list[int], nextn: int, drafts: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Compute the logits [V] of each draft after the known `tokens`.
 
         drafts: those that were drawn from them; without them a draft is their argmax.
@@ -122,7 +124,8 @@ def make_head(trunk: PlainCausalLM, raw: dict[str, Any], seed: int = 0) -> dict[
     for i in range(raw["num_hidden_layers"]):
         at = f"layers.{i}"
         for name, shape in shapes.items():
-            weights[f"{at}.{name}.weight"] = torch.randn(shape) / shape[1] ** 0.5
+            scale = 4 if name == "self_attn.o_proj" else 1  # drafts depend on what is seen
+            weights[f"{at}.{name}.weight"] = scale * torch.randn(shape) / shape[1] ** 0.5
         norms |= {f"{at}.{name}": h for name in ("input_layernorm", "post_attention_layernorm")}
         norms |= {f"{at}.self_attn.{name}_norm": D for name in "qk"}
     weights |= {f"{name}.weight": torch.rand(size) + 0.5 for name, size in norms.items()}

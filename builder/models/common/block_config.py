@@ -5,7 +5,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.config import HeadConfig, Reader, fixed
 from mtpbuild.runtime.checks import NEXTN_LIMIT
-from mtpbuild.runtime.contract.drafters import BLOCK
+from mtpbuild.runtime.contract.drafters import BLOCK_HEAD
 from mtpbuild.runtime.errors import CheckpointError
 
 
@@ -13,7 +13,7 @@ from mtpbuild.runtime.errors import CheckpointError
 class BlockHeadConfig(HeadConfig):
     """The values of a block: its size, its mask, and what its drafts are made of."""
 
-    drafter = BLOCK
+    drafter = BLOCK_HEAD
 
     block_size: int = fixed(0)
     mask_token_id: int = fixed(0)
@@ -42,9 +42,7 @@ def read_layer_ids(read: Reader, key: str, layers: int) -> tuple[int, ...]:
     """Read numbers of the trunk's layers, whose outputs are tapped, as layers that read these."""
 
     def are_layers(value: Any) -> bool:
-        return isinstance(value, list) and all(
-            type(i) is int and -1 <= i < layers for i in value
-        )
+        return isinstance(value, list) and all(type(i) is int and -1 <= i < layers for i in value)
 
     ids: list[int] = read.get(key, [], are_layers, f"a list of layers up to {layers - 1}")
     if not ids:

@@ -71,7 +71,9 @@ class DFlashConfig(GroupedConfig, BlockHeadConfig):
         windows, causal = read_attention(read, config.num_hidden_layers)
         size = read.integer("block_size", 2, 16)
         if max(windows) and min(filter(None, windows)) < size:
-            raise CheckpointError(f"sliding_window {min(filter(None, windows))} is below block_size {size}")
+            raise CheckpointError(
+                f"sliding_window {min(filter(None, windows))} is below block_size {size}"
+            )
         return replace(
             config,
             block_size=size,

@@ -48,12 +48,12 @@ class DFlashHead(BlockHead):
         return self.hidden_norm(torch.cat(taps, dim=-1) @ self.fc)
 
     def write(self, context: Tensor, state: State, rows: Positions) -> State:
-        names = map(name_module_rows, range(len(self.layers)))
-        # A context's rows are not normed before the product, as those of a block are.
-        return {
-            name: layer.self_attn.write(context, rows, state[name])[-1]
-            for name, layer in zip(names, self.layers, strict=True)
-        }
+        new = dict[str, Tensor]()
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            name = name_module_rows(i)  # a context is not normed before the product, as a block is
+            *_, new[name] = layer.self_attn.write(context, rows, state[name])
+        return new
 
     def forward(self, x: Tensor, state: State, rows: Positions) -> Tensor:
         last = rows.first + (x.shape[1] - 1)  # of the block, which all its tokens see

@@ -43,6 +43,8 @@ def list_dflash_weights(c: DFlashConfig) -> Iterator[Weight]:
 
 def list_markov_weights(at: str, vocab_size: int, rank: int) -> Iterator[Weight]:
     """Yield the weights of the bias by the token before."""
-    first, second = (StoredTensor(f"{at}.markov_{w}.weight", (vocab_size, rank)) for w in ("w1", "w2"))
+    first, second = (
+        StoredTensor(f"{at}.markov_{w}.weight", (vocab_size, rank)) for w in ("w1", "w2")
+    )
     yield embedding(f"{TO}.markov_w1", first)
     yield product(f"{TO}.markov_w2", second)
