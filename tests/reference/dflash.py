@@ -13,7 +13,8 @@ from tests.reference.eagle3 import normalise, rotate
 SIZES: dict[str, Any] = {
     "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 5000, "vocab_size": 61,
-    "model_type": "qwen3", "max_position_embeddings": 256, "hidden_act": "silu", "num_hidden_layers": 2,
+    "model_type": "qwen3", "max_position_embeddings": 256, "hidden_act": "silu",
+    "num_hidden_layers": 2,
 }  # fmt: skip
 SLIDING = "sliding_attention"
 MASK = 3  # the id of the mask

@@ -101,9 +101,7 @@ class Run:
     def _tamper(self, truth: list[int], real: int) -> None:
         K, vocab = self.nextn, self.reference.config.vocab_size
         drafts = self.programs.state["window"][0, 1:]
-        if (
-            self.drafter in ("mtp-eagle", "mtp-block") or K == 1
-        ):  # no cached row was made from a lone draft
+        if self.drafter != "mtp-vanilla" or K == 1:  # no cached row was made from a lone draft
             drafts[:] = truth
         wrong = int(self.rng.integers(0, 2 * K + 1))  # beyond K - 1: none is spoilt
         if wrong < K:
