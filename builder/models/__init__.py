@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def load_config(folder: Path, modules: int | None = None) -> ModelConfig:
             family = find_family(raw)
             if modules is not None:
                 return family.config.parse(set_modules(family, raw, modules))
-            return family.config.parse(with_modules(family, raw, read_stored_names(folder)))
+            names = read_stored_names(folder)
+            config = family.config.parse(with_modules(family, raw, names))
+            head = family.find_head(config, raw, names)
+            return replace(config, num_nextn_predict_layers=1, head=head) if head else config
     except FileNotFoundError:
         why = "no config.json; give a Hugging Face checkpoint folder"
         raise CheckpointError(f"{folder}: {why}") from None

@@ -1,12 +1,12 @@
 """The interface of a model architecture: all that the rest of the builder needs from it."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.checkpoint.config import HEAD, ModelConfig
+from mtpbuild.builder.checkpoint.config import HEAD, HeadConfig, ModelConfig
 from mtpbuild.builder.graph.style import Attends
 from mtpbuild.builder.models.common.copies import Copy, is_own
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
@@ -105,6 +105,11 @@ class Family:
     quantisable: re.Pattern[str] = re.compile(r"(self_attn|mlp)\..*_proj")
     own_kinds: Mapping[str, str] = field(default_factory=dict)  # of weights, before `KINDS`
     tables: tuple[str, ...] = ()  # weights of a checkpoint that are embeddings, too
+    # The head among a checkpoint's tensors that drafts in place of modules, if there is one, by the
+    # trunk's configuration, config.json and the tensors' names.
+    find_head: "Callable[[Any, Mapping[str, Any], Collection[str]], HeadConfig | None]" = (
+        lambda c, raw, names: None
+    )
     # Whether a checkpoint may hold a tensor that no engine reads, by its name.
     leaves_out: Callable[[Any, str], bool] = lambda c, name: False
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig
+from mtpbuild.builder.models.deepseek_v4.config import DSparkConfig
 from mtpbuild.builder.models.dflash.config import DFlashConfig, is_dflash
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
 from mtpbuild.builder.models.family import import_lazily
 from mtpbuild.builder.models.gemma4.assistant_config import AssistantConfig, is_assistant
+from mtpbuild.runtime.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.gguf.tensors import Architecture
@@ -38,6 +40,11 @@ class Head:
     gguf: "Callable[[], tuple[Architecture, ...]]"
 
 
+def refuse_apart(raw: Mapping[str, Any], trunk: ModelConfig, tensors: set[str]) -> HeadConfig:
+    """Raise CheckpointError: this kind of head is not published apart from its trunk."""
+    raise CheckpointError("a DSpark head is read from its trunk's own checkpoint")
+
+
 HEADS = (
     Head(
         Eagle3Config,
@@ -64,6 +71,15 @@ HEADS = (
         import_lazily(f"{FOLDER}.dflash.weights", "rename_tensor"),
         import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
         import_lazily(f"{FOLDER}.dflash.model", "attach_head"),
+        tuple,
+    ),
+    Head(
+        DSparkConfig,
+        lambda raw: False,  # it is in its trunk's own checkpoint (`Family.find_head`)
+        refuse_apart,
+        lambda name: None,
+        import_lazily(f"{FOLDER}.deepseek_v4.weights", "list_dspark_weights"),
+        import_lazily(f"{FOLDER}.deepseek_v4.dspark", "attach_head"),
         tuple,
     ),
 )

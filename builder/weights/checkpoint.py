@@ -253,7 +253,8 @@ class Checkpoint:
         """List the tensors of MTP modules that a settled configuration does not count."""
         family, first = find_family_of(config), config.num_hidden_layers
         stored = count_sure_modules(family, config, self.tensors)
-        left = range(first + config.num_nextn_predict_layers, first + stored)
+        counted = config.head.cached_layers if config.head else config.num_nextn_predict_layers
+        left = range(first + counted, first + stored)
         places = {name: family.place(config, name) for name in self.tensors} if left else {}
         return [name for name, place in places.items() if place is not None and place[0] in left]
 

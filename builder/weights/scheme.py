@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from mtpbuild.builder.checkpoint.config import HEAD as PREFIX
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.runtime.checks import check_one_of
@@ -129,7 +128,8 @@ def find_weight_role(config: ModelConfig, name: str) -> str:
         return "main" if layer < config.num_hidden_layers else "mtp"
     if name in family.tables:
         return "embedding"
-    if config.head and name in (f"{PREFIX}.{weight}.weight" for weight in config.head.heads):
+    place = family.place(config, name)
+    if config.head and place and place[1].removesuffix(".weight") in config.head.heads:
         return "draft_head"
     if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
         return "embedding" if name.endswith(EMBEDDING.removeprefix("model.")) else "head"

@@ -77,11 +77,14 @@ def compressed_attention(
     in row p % S, and from base on the fresh rows [B, 1, F, D]. written: the cache has these, too.
     compressed [B, 1, N, C]: a cache of compressed rows, with numbers of other rows after the first
     D. A query sees those that are complete, or the ones with the numbers chosen [B, T, k].
+
+    A query after the last fresh row sees what one at its place does.
     """
     (S, D), H = cache.shape[2:], sinks.shape[0]
     q = q.unflatten(-1, (H, D))
     q = rotate_end(F.rms_norm(q, (D,), q.new_ones(D), eps), cos, sin).transpose(1, 2)
-    position = place_tokens(base, first, q.shape[2])
+    last = base[:, None] + (fresh.shape[2] - 1)
+    position = torch.minimum(place_tokens(base, first, q.shape[2]), last)
     before = base[:, None] + torch.arange(1 - window, 0, device=base.device)
     places = before.clamp(min=0)
     if isinstance(S, int):  # else a cache of all positions

@@ -79,7 +79,7 @@ def test_chunks_are_the_plain_model(spelling: dict[str, Any], tmp_path: Path) ->
 
 
 @torch.no_grad()
-def draft(plain: Any, tokens: list[int]) -> list[Tensor]:
+def draft_in_chain(plain: Any, tokens: list[int]) -> list[Tensor]:
     """Return the logits [V] of each draft after tokens, from scratch."""
     known = torch.tensor([tokens])
     following, hidden = known[:, 1:], plain.main(known[:, :-1])
@@ -93,6 +93,12 @@ def draft(plain: Any, tokens: list[int]) -> list[Tensor]:
 
 
 @torch.no_grad()
+def draft_block(plain: Any, tokens: list[int]) -> list[Tensor]:
+    logits: list[Tensor] = plain.draft_block(tokens, NEXTN)
+    return logits
+
+
+@torch.no_grad()
 def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         logits = plain.logits(plain.main(torch.tensor([tokens])))
@@ -100,12 +106,13 @@ def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
+def check_drafts(model: Any, plain: Any, steps: int = 9, drafter: str = "mtp-eagle") -> None:
     """Check every step's tokens and drafts, with each number of accepted drafts.
 
     Rows of 4 tokens close at every place of a window, whose drafts are rejected at every place.
     """
-    plan, rng = Plan(model.config, NEXTN, "mtp-eagle", 1, 200, CHUNK), np.random.default_rng(0)
+    plan, rng = Plan(model.config, NEXTN, drafter, 1, 200, CHUNK), np.random.default_rng(0)
+    draft = draft_block if drafter == "mtp-block" else draft_in_chain
     for length in (2, 13, 45):
         programs = EagerPrograms(plan, model)
         tokens = rng.integers(0, 60, length).tolist()
@@ -133,6 +140,14 @@ def check_drafts(model: Any, plain: Any, steps: int = 9) -> None:
 def test_drafts_are_the_plain_models(tmp_path: Path) -> None:
     save(tmp_path)
     check_drafts(load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path))
+
+
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=FULL)])
+def test_a_block_is_the_plain_models(native: bool, tmp_path: Path) -> None:
+    """DSpark's drafts, after prompts of less and more than a window."""
+    save(tmp_path, stages=2, native=native)
+    model, plain = load_model(tmp_path, load_config(tmp_path)), load_plain(tmp_path)
+    check_drafts(model, plain, 5, "mtp-block")
 
 
 def join_one_late(model: Any, patch: pytest.MonkeyPatch) -> None:

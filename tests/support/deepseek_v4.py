@@ -51,32 +51,71 @@ def make_model(heavy: int, *, yarn: bool, seed: int = 0, **sizes: Any) -> Deepse
 
 
 def save(
-    folder: Path, *, heavy: int = 16, yarn: bool = True, native: bool = False, **sizes: Any
+    folder: Path,
+    *,
+    heavy: int = 16,
+    yarn: bool = True,
+    native: bool = False,
+    stages: int = 0,
+    **sizes: Any,
 ) -> Any:
-    """Write trunk and module; return transformers' trunk. native: in DeepSeek's own spelling."""
-    whole, last = make_model(heavy, yarn=yarn, **sizes), len(KINDS) - 1
+    """Write trunk and module; return transformers' trunk.
+
+    native: in DeepSeek's own spelling. stages: layers of a DSpark head in place of the module.
+    """
+    last = len(KINDS) - 1
+    for _ in range(stages - 1):
+        sizes = add_layer(SIZES | sizes)
+    whole = make_model(heavy, yarn=yarn, **sizes)
     whole.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    layer = f"model.layers.{last}."
-    trunk = {name: value for name, value in tensors.items() if not name.startswith(layer)}
-    module = {
-        f"mtp.0.{name.removeprefix(layer)}": value
-        for name, value in tensors.items()
-        if name.startswith(layer)
-    }
-    save_file(
-        trunk | module | make_joints(whole.config.hidden_size),
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    named = dict[str, Tensor]()
+    for name, value in tensors.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+        place = int(match[1]) - last if match else -1
+        named[f"mtp.{place}.{match[2]}" if match and place >= 0 else name] = value
+    E = whole.config.hidden_size
+    joints = make_dspark_joints(E, stages) if stages else make_joints(E)
+    save_file(named | joints, folder / "model.safetensors", {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
     raw |= {key: raw[key][:last] for key in ("layer_types", "mlp_layer_types")}
     raw |= {"num_hidden_layers": last, "num_nextn_predict_layers": 1}
+    raw |= DSPARK if stages else {}
     (folder / "config.json").write_text(json.dumps(raw))
     loaded = DeepseekV4ForCausalLM.from_pretrained(folder).eval()
     if native:
         spell_natively(folder, raw, heavy, yarn=yarn)
     return loaded
+
+
+DSPARK: dict[str, Any] = {
+    "dspark_block_size": 5, "dspark_noise_token_id": 59, "dspark_target_layer_ids": [1, 2, 3],
+    "dspark_markov_rank": 7,
+}  # fmt: skip
+
+
+def add_layer(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a model that has one more layer, without compressed rows."""
+    kinds = {"layer_types": "sliding_attention", "mlp_layer_types": "moe"}
+    more = {name: [*sizes[name], kind] for name, kind in kinds.items()}
+    return sizes | more | {"num_hidden_layers": sizes["num_hidden_layers"] + 1}
+
+
+def make_dspark_joints(E: int, stages: int) -> dict[str, Tensor]:
+    """Draw what a DSpark head has beside its layers, under DeepSeek's names."""
+    rank, V, N, last = DSPARK["dspark_markov_rank"], SIZES["vocab_size"], 4, f"mtp.{stages - 1}"
+    taps = len(DSPARK["dspark_target_layer_ids"])
+    return {
+        "mtp.0.main_proj.weight": torch.randn(E, taps * E) / (taps * E) ** 0.5,
+        "mtp.0.main_norm.weight": 1 + 0.3 * torch.randn(E),
+        f"{last}.norm.weight": 1 + 0.3 * torch.randn(E),
+        f"{last}.hc_head_fn": 0.1 * torch.randn(N, N * E),
+        f"{last}.hc_head_base": torch.randn(N),
+        f"{last}.hc_head_scale": torch.randn(1),
+        f"{last}.markov_head.markov_w1.weight": torch.randn(V, rank),
+        f"{last}.markov_head.markov_w2.weight": torch.randn(V, rank),
+        f"{last}.confidence_head.proj.weight": torch.randn(1, E + rank),
+    }
 
 
 # Sizes whose experts have whole blocks of FP4.

@@ -10,6 +10,7 @@ from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, set_dtype
 from mtpbuild.builder.models.common.weight import convert_weights, join_slices
+from mtpbuild.builder.models.heads import find_head_of
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import OpenedModel, open_model
 from mtpbuild.builder.weights.files import open_checkpoint
@@ -35,6 +36,8 @@ def load_model(
     checkpoint = open_checkpoint(folder)
     config = checkpoint.settle(config)
     model = find_family_of(config).make_model(config, ALONE)
+    if config.head is not None:
+        find_head_of(config.head).attach(model)
     set_dtype(model, FLOATS[dtype], for_gpu)
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = join_slices(convert_weights(checkpoint, checkpoint.check(config)))

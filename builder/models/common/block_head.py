@@ -5,13 +5,14 @@ Shapes: B slots, T tokens of the trunk, k tokens of a block, E hidden size, V vo
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.block_config import BlockHeadConfig
 from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.collectives import all_gather
-from mtpbuild.builder.models.common.layers import Positions, State
+from mtpbuild.builder.models.common.layers import Positions, RMSNorm, State
 from mtpbuild.builder.models.common.precision import parameter
 
 
@@ -23,6 +24,9 @@ class BlockHead(nn.Module):
     def __init__(self, c: BlockHeadConfig) -> None:
         super().__init__()
         self.block = c
+        h, eps = c.hidden_size, c.rms_norm_eps
+        self.fc = parameter(len(c.taps) * h, h)
+        self.hidden_norm, self.norm = RMSNorm(h, eps), RMSNorm(h, eps)
         if c.markov_rank:
             self.markov_w1 = parameter(c.vocab_size, c.markov_rank)
             self.markov_w2 = parameter(c.markov_rank, c.vocab_size)
@@ -34,7 +38,7 @@ class BlockHead(nn.Module):
 
     def join_taps(self, taps: list[Tensor], hidden: Tensor) -> Tensor:
         """Return the context [B, T, E] of verified tokens from the taps."""
-        raise NotImplementedError
+        return self.hidden_norm(torch.cat(taps, dim=-1) @ self.fc)
 
     def write(self, context: Tensor, state: State, rows: Positions) -> State:
         """Return the caches of all layers with the context's rows."""

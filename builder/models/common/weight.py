@@ -318,6 +318,13 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
     yield product(f"{to}.down_proj", down)
 
 
+def list_markov_weights(at: str, to: str, vocab_size: int, rank: int) -> Iterator[Weight]:
+    """Yield the weights of a bias of drafts by the token before."""
+    shape = vocab_size, rank
+    yield embedding(f"{to}.markov_w1", StoredTensor(f"{at}.markov_w1.weight", shape))
+    yield product(f"{to}.markov_w2", StoredTensor(f"{at}.markov_w2.weight", shape))
+
+
 def list_module_weights(c: ModelConfig, layer: Layer) -> Iterator[Weight]:
     """Yield the weights of the MTP modules."""
     if c.head:

@@ -84,11 +84,12 @@ class StreamAttention(nn.Module):
         fresh: Tensor,
         first: Tensor,
         written: bool = True,
+        wider: int = 0,
     ) -> Tensor:
         """Attend from x and the queries' latent [B, T, ..]; return [B, T, E].
 
         fresh [B, 1, F, D]: the rows from the base on, also in the caches if they are written.
-        Query t has position base + first [B] + t.
+        Query t has position base + first [B] + t. wider: rows that are seen beyond the window.
         """
         c, rule = self.config, self.compressor
         cos, sin = self.angles(rows)
@@ -107,7 +108,7 @@ class StreamAttention(nn.Module):
             fresh,
             compressed,
             chosen,
-            window=c.sliding_window,
+            window=c.sliding_window + wider,
             ratio=max(1, self.ratio),
             group=1 if rule is None else rule.group,
             written=written,

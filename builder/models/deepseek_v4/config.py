@@ -1,7 +1,7 @@
 """DeepSeek-V4's `config.json`, in the published spelling and in that of transformers 5.24."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import (
@@ -16,6 +16,7 @@ from mtpbuild.builder.checkpoint.config import (
     number,
     parse_rope,
 )
+from mtpbuild.builder.models.common.block_config import BlockHeadConfig, read_layer_ids
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import CachedRows
 from mtpbuild.runtime.contract.state import BLOCK
@@ -27,6 +28,7 @@ SLIDING, SPARSE, HEAVY = (
 )  # fmt: skip
 RATIOS = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
+DSPARK_INPUT = "mtp.0.main_proj.weight"  # a tensor that only a DSpark head has
 CHOOSING = 4  # the published ratio whose layers choose rows
 
 
@@ -118,7 +120,7 @@ class DeepseekV4Config(MoEConfig):
 
     @property
     def step_width(self) -> int:
-        return self.hc_mult * self.hidden_size
+        return self.hc_mult * self.hidden_size + (self.head.added_width if self.head else 0)
 
     def ratio(self, layer: int) -> int:
         """Return how many tokens make a compressed row; 0: the layer has none, as modules."""
@@ -141,6 +143,51 @@ class DeepseekV4Config(MoEConfig):
     def row_width(self, layer: int) -> int:
         """Return the width of a compressed row: keys that are values, then an indexer's key."""
         return self.head_dim + self.chooses(layer) * self.index_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkConfig(DeepseekV4Config, BlockHeadConfig):
+    """The values of a DSpark head: those of its trunk, and of its block."""
+
+    title = "a DSpark head"
+    input_projs = ("main_proj",)
+    heads = ("markov_head.markov_w2",)
+
+    stages: int = fixed(0)  # its layers
+
+    @property
+    def cached_layers(self) -> int:
+        return self.stages
+
+
+def find_dspark(
+    trunk: DeepseekV4Config, raw: Mapping[str, Any], names: Collection[str]
+) -> DSparkConfig | None:
+    """Return the values of the DSpark head among a checkpoint's tensors; None if none is there.
+
+    names: of the tensors; without any, the configuration decides.
+    """
+    if names and DSPARK_INPUT not in names or not names and raw.get("dspark_block_size") is None:
+        return None
+    read, values = Reader(raw), {part.name: getattr(trunk, part.name) for part in fields(trunk)}
+    if (kind := raw.get("dspark_markov_head_type")) not in (None, "vanilla"):
+        raise CheckpointError(f"dspark_markov_head_type {kind!r} is not supported")
+    ratios = len(raw.get("compress_ratios") or ()) - trunk.num_hidden_layers  # the stages' after it
+    stages = trunk.num_nextn_predict_layers if names else max(1, ratios)
+    return DSparkConfig(
+        **values,
+        stages=stages,
+        block_size=read.integer("dspark_block_size", 1),
+        mask_token_id=read.integer("dspark_noise_token_id", 0, most=trunk.vocab_size - 1),
+        taps=read_layer_ids(read, "dspark_target_layer_ids", trunk.num_hidden_layers),
+        markov_rank=read.integer("dspark_markov_rank", 1, 256),
+        from_anchor=True,
+    )
+
+
+def is_left_out(c: DeepseekV4Config, name: str) -> bool:
+    """Return whether a tensor is of a head's confidences, which no step reads."""
+    return c.head is not None and ".confidence_head." in name
 
 
 def read_kinds(read: Reader) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -211,7 +258,8 @@ def read_one_rope(read: Reader, kind: str) -> RopeConfig:
 
 def cache_widths(c: DeepseekV4Config, ranks: Ranks) -> list[int]:
     """Return the width of each layer's rows of single tokens, keys that are values."""
-    return [c.head_dim] * (c.num_hidden_layers + c.num_nextn_predict_layers)
+    modules = c.head.cached_layers if c.head else c.num_nextn_predict_layers
+    return [c.head_dim] * (c.num_hidden_layers + modules)
 
 
 def list_compressed_rows(c: DeepseekV4Config) -> list[CachedRows]:

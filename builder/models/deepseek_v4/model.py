@@ -206,8 +206,12 @@ class DeepseekV4(CausalLM):
         self.hc_head = StreamHead(c)
 
     def forward(self, tokens: Tensor, state: State, rows: Positions) -> tuple[Tensor, StateUpdates]:
-        streams, updates = self.run(tokens, state, rows, len(self.layers))
-        return streams.join(), updates
+        taps = list[Tensor]()
+        streams, updates = self.run(tokens, state, rows, len(self.layers), taps)
+        x = streams.join()
+        if self.join_taps is None:
+            return x, updates
+        return torch.cat([x, self.join_taps(taps, x)], dim=-1), updates
 
     def fill(self, tokens: Tensor, state: State, rows: Positions) -> StateUpdates:
         last = len(self.layers) - 1
@@ -218,14 +222,30 @@ class DeepseekV4(CausalLM):
         return updates
 
     def run(
-        self, tokens: Tensor, state: State, rows: Positions, count: int
+        self,
+        tokens: Tensor,
+        state: State,
+        rows: Positions,
+        count: int,
+        taps: list[Tensor] | None = None,
     ) -> tuple[Streams, StateUpdates]:
-        """Run the first `count` layers on tokens [B, T]."""
-        streams = Streams(torch.cat(self.config.hc_mult * [self.embed(tokens)], dim=-1))
+        """Run the first `count` layers on tokens [B, T].
+
+        taps: gets the means [B, T, E] of the streams that enter the layers that a head reads.
+        """
+        N = self.config.hc_mult
+        streams = Streams(torch.cat(N * [self.embed(tokens)], dim=-1))
         updates = StateUpdates()
+        means = dict[int, Tensor]()
         for i in range(count):
+            if i in self.taps:
+                means[i] = average_streams(streams, N)
             streams, new = self.layers[i](streams, tokens, self.read_states(i, state), rows)
             updates.written.update(name_states(new, i))
+        if taps is not None:
+            if count in self.taps:
+                means[count] = average_streams(streams, N)
+            taps += [means[i] for i in self.taps]
         return streams, updates
 
     def read_states(self, layer: int, state: State) -> State:
@@ -238,7 +258,14 @@ class DeepseekV4(CausalLM):
         return state[name_layer_state(COMPRESSED, layer)].shape[2]
 
     def logits(self, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
+        hidden = hidden[..., : self.config.hc_mult * self.config.hidden_size]
         return self.head(self.hc_head(hidden, self.norm), self.lm_head, gather)
+
+
+def average_streams(streams: Streams, count: int) -> Tensor:
+    """Return the mean [B, T, E] of the streams, by additions alone."""
+    first, *others = streams.join().chunk(count, dim=-1)
+    return sum(others, first) / count
 
 
 def name_states(new: State, layer: int) -> State:

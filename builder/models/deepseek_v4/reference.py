@@ -1,5 +1,6 @@
 """The plain model of DeepSeek-V4: whole sequences, no caches, under the names of transformers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.checkpoint.config import RopeConfig
 from mtpbuild.builder.models.common.plain import PlainLM, make_norm, weigh_by_expert
 from mtpbuild.builder.models.common.rope import compute_inverse_frequencies, compute_table_scale
-from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config, DSparkConfig
 
 
 def turn_end(x: Tensor, positions: Tensor, rope: RopeConfig, size: int, sign: int = 1) -> Tensor:
@@ -148,13 +149,19 @@ class PlainStreamAttention(nn.Module):
         self.o_a_proj = nn.Linear(H * D // c.o_groups, c.o_groups * c.o_lora_rank, bias=False)
         self.o_b_proj = nn.Linear(c.o_groups * c.o_lora_rank, E, bias=False)
 
+    def turn(self, x: Tensor, place: Tensor, sign: int = 1) -> Tensor:
+        c = self.config
+        rope = c.row_rope if self.ratio else c.rope
+        return turn_end(x, place, rope, c.qk_rope_head_dim, sign)
+
+    def make_rows(self, x: Tensor, place: Tensor) -> Tensor:
+        """Return the rows [B, T, D], keys that are values, of x [B, T, E] at positions [T]."""
+        return self.turn(self.kv_norm(self.kv_proj(x)), place)
+
     def forward(self, x: Tensor) -> Tensor:
-        c, T, R = self.config, x.shape[1], self.config.qk_rope_head_dim
-        rope, place = c.row_rope if self.ratio else c.rope, torch.arange(T)
-        latent = self.q_a_norm(self.q_a_proj(x))
-        q = self.q_b_proj(latent).unflatten(-1, (c.num_attention_heads, -1))
-        q = turn_end(norm_freely(q, c.rms_norm_eps), place, rope, R)
-        rows = turn_end(self.kv_norm(self.kv_proj(x)), place, rope, R)
+        c, T = self.config, x.shape[1]
+        place, latent = torch.arange(T), self.q_a_norm(self.q_a_proj(x))
+        rows = self.make_rows(x, place)
         ahead = place[:, None] - place
         seen = ((ahead >= 0) & (ahead < c.sliding_window)).expand(x.shape[0], -1, -1)
         if self.compressor is not None:
@@ -164,11 +171,18 @@ class PlainStreamAttention(nn.Module):
             if hasattr(self.compressor, "indexer"):
                 complete = self.compressor.indexer.choose(x, latent, complete)
             rows, seen = torch.cat([rows, entries], 1), torch.cat([seen, complete], -1)
+        return self.attend(latent, place, rows, seen)
+
+    def attend(self, latent: Tensor, place: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
+        """Attend to the rows that are seen [B, T, n] from the queries' latent at positions [T]."""
+        c = self.config
+        q = self.q_b_proj(latent).unflatten(-1, (c.num_attention_heads, -1))
+        q = self.turn(norm_freely(q, c.rms_norm_eps), place)
         scores = torch.einsum("bthd,bnd->bhtn", q, rows) * c.head_dim**-0.5
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
         sinks = self.sinks[:, None, None].expand(*scores.shape[:3], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        o = turn_end(torch.einsum("bhtn,bnd->bthd", weights, rows), place, rope, R, -1)
+        o = self.turn(torch.einsum("bhtn,bnd->bthd", weights, rows), place, -1)
         products = self.o_a_proj.weight.unflatten(0, (c.o_groups, -1))
         groups = o.unflatten(2, (c.o_groups, -1)).flatten(3)
         return self.o_b_proj(torch.einsum("btgd,grd->btgr", groups, products).flatten(2))
@@ -258,6 +272,47 @@ class PlainStreamModule(PlainStreamLayer):
         return self(x, tokens)
 
 
+class PlainMarkovHead(nn.Module):
+    """A bias of a draft's logits by the token before it."""
+
+    def __init__(self, vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, token: Tensor) -> Tensor:
+        bias: Tensor = self.markov_w2(self.markov_w1(token))
+        return bias
+
+
+class PlainStage(PlainStreamLayer):
+    """A layer of a DSpark head; the first one makes the context, the last one has the outputs."""
+
+    def __init__(self, c: DSparkConfig, stage: int) -> None:
+        super().__init__(c, c.num_hidden_layers + stage)
+        self.config = c
+        if stage == 0:
+            self.main_proj = nn.Linear(len(c.taps) * c.hidden_size, c.hidden_size, bias=False)
+            self.main_norm = make_norm(c)
+        if stage == c.stages - 1:
+            self.norm, self.hc_head = make_norm(c), PlainStreamHead(c)
+            self.markov_head = PlainMarkovHead(c.vocab_size, c.markov_rank)
+
+    def run_block(self, x: Tensor, context: Tensor) -> Tensor:
+        """Run a block's streams [B, k, N, E] after the context [B, p, E] of all tokens before."""
+        at, (p, k) = self.self_attn, (context.shape[1], x.shape[1])
+        y, post, comb = self.attn_hc(x)
+        y, place = self.input_layernorm(y), torch.arange(p, p + k)
+        rows = torch.cat([at.make_rows(context, torch.arange(p)), at.make_rows(y, place)], 1)
+        rows = rows[:, -(self.config.sliding_window + k) :]  # all of the block sees these
+        seen = torch.ones(x.shape[0], k, rows.shape[1], dtype=torch.bool)
+        latent = at.q_a_norm(at.q_a_proj(y))
+        x = mix(x, at.attend(latent, place, rows, seen), post, comb)
+        y, post, comb = self.ffn_hc(x)
+        none = torch.zeros(x.shape[:2], dtype=torch.int64)  # no router reads the token
+        return mix(x, self.mlp(self.post_attention_layernorm(y), none), post, comb)
+
+
 class PlainStreamTrunk(nn.Module):
     """The modules under the checkpoint's `model.` prefix."""
 
@@ -277,8 +332,10 @@ class PlainDeepseekV4(PlainLM):
         super().__init__()
         self.config = c
         self.model = PlainStreamTrunk(c)
-        L, count = c.num_hidden_layers, c.num_nextn_predict_layers
-        modules = nn.ModuleList(PlainStreamModule(c, L + j) for j in range(count))
+        L, count, head = c.num_hidden_layers, c.num_nextn_predict_layers, c.head
+        modules = nn.ModuleList(PlainStreamModule(c, L + j) for j in range(0 if head else count))
+        if isinstance(head, DSparkConfig):
+            modules = nn.ModuleList(PlainStage(head, i) for i in range(head.stages))
         self._modules["mtp"] = modules  # `mtp` is a method, too
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
@@ -287,11 +344,18 @@ class PlainDeepseekV4(PlainLM):
         return False  # the first ones read the tokens' ids
 
     def main(self, tokens: Tensor) -> Tensor:
-        N = self.config.hc_mult
-        x = self.model.embed_tokens(tokens)[..., None, :].expand(-1, -1, N, -1)
+        return self.run(tokens)[-1].flatten(2)
+
+    def run(self, tokens: Tensor) -> list[Tensor]:
+        """Return the streams [B, T, N, E] that enter each layer, and those after the last one."""
+        streams = [self.open_streams(tokens)]
         for layer in self.model.layers:
-            x = layer(x, tokens)
-        return x.flatten(2)
+            streams.append(layer(streams[-1], tokens))
+        return streams
+
+    def open_streams(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.model.embed_tokens(tokens)
+        return x[..., None, :].expand(-1, -1, self.config.hc_mult, -1)
 
     def apart(self, hidden: Tensor) -> Tensor:
         return hidden.unflatten(-1, (self.config.hc_mult, -1))
@@ -311,3 +375,22 @@ class PlainDeepseekV4(PlainLM):
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)
         return self.lm_head(module.norm(module.hc_head(self.apart(hidden))))
+
+    def draft_block(self, tokens: list[int], nextn: int, drafts: Sequence[int] = ()) -> list[Tensor]:
+        """Compute the logits [V] of each of a DSpark head's drafts after the known tokens.
+
+        drafts: those that were drawn from them; without them a draft is their argmax.
+        """
+        head: Any = self.config.head
+        stages: Any = self._modules["mtp"]
+        streams = self.run(torch.tensor([tokens[:-1]]))
+        taps = [streams[i].mean(2) for i in head.taps]
+        context = stages[0].main_norm(stages[0].main_proj(torch.cat(taps, -1)))
+        x = self.open_streams(torch.tensor([[tokens[-1], *[head.mask_token_id] * (nextn - 1)]]))
+        for stage in stages:
+            x = stage.run_block(x, context)
+        last, found, token = stages[-1], list[Tensor](), tokens[-1]
+        for k, logits in enumerate(self.lm_head(last.norm(last.hc_head(x)))[0]):
+            found.append(logits + last.markov_head(torch.tensor(token)))
+            token = drafts[k] if drafts else int(found[-1].argmax())
+        return found

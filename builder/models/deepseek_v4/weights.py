@@ -15,13 +15,14 @@ from mtpbuild.builder.models.common.weight import (
     StoredTensor,
     Weight,
     embedding,
+    list_markov_weights,
     mlp,
     pick_drafted_rows,
     product,
     projection,
     vector,
 )
-from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
+from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config, DSparkConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ def weight_table(c: DeepseekV4Config, share: Share) -> list[Weight]:
     tokens = StoredTensor(EMBEDDING, (c.vocab_size, E))
     head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, (c.vocab_size, E))
     layers = (list_layer_weights(c, i, f"model.layers.{i}", f"layers.{i}") for i in range(L))
-    modules = (list_module_weights(c, j) for j in range(c.num_nextn_predict_layers))
+    modules = (list_module_weights(c, j) for j in range(0 if c.head else c.num_nextn_predict_layers))
     return [
         embedding("embed_tokens", tokens),
         *chain.from_iterable(layers),
@@ -156,3 +157,17 @@ def list_module_weights(c: DeepseekV4Config, j: int) -> Iterator[Weight]:
     yield from list_layer_weights(c, c.num_hidden_layers + j, at, f"{to}.layer")
     yield from list_stream_head(c, f"{at}.hc_head.hc_", f"{to}.hc_head")
     yield vector(f"{to}.norm", f"{at}.norm", "weight", E)
+
+
+def list_dspark_weights(c: DSparkConfig) -> Iterator[Weight]:
+    """Yield the weights of a DSpark head."""
+    first, last, to, E = "mtp.0", f"mtp.{c.stages - 1}", "mtp.0", c.hidden_size
+    stored = StoredTensor(f"{first}.main_proj.weight", (E, len(c.taps) * E))
+    yield product(f"{to}.fc", stored)
+    yield Weight(f"{to}.hidden_norm.weight", (StoredTensor(f"{first}.main_norm.weight", (E,)),))
+    for i in range(c.stages):
+        at = f"mtp.{i}"
+        yield from list_layer_weights(c, c.num_hidden_layers + i, at, f"{to}.layers.{i}")
+    yield from list_stream_head(c, f"{last}.hc_head.hc_", f"{to}.hc_head")
+    yield vector(to, last, "norm.weight", E)
+    yield from list_markov_weights(f"{last}.markov_head", to, c.vocab_size, c.markov_rank)

@@ -1,6 +1,5 @@
 """A DFlash or DSpark head in the step program: in place of the trunk's MTP modules."""
 
-import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.block_head import BlockHead
@@ -10,11 +9,9 @@ from mtpbuild.builder.models.common.layers import (
     MLP,
     DecoderLayer,
     Positions,
-    RMSNorm,
     Rope,
     State,
 )
-from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.dflash.config import DFlashConfig
 from mtpbuild.runtime.contract.state import name_module_rows
 from mtpbuild.runtime.ranks import ALONE
@@ -33,19 +30,13 @@ class DFlashHead(BlockHead):
 
     def __init__(self, c: DFlashConfig) -> None:
         super().__init__(c)
-        h, eps = c.hidden_size, c.rms_norm_eps
-        self.causal = c.causal
-        self.fc = parameter(len(c.taps) * h, h)
-        self.hidden_norm, self.norm = RMSNorm(h, eps), RMSNorm(h, eps)
+        h, self.causal = c.hidden_size, c.causal
         self.layers = nn.ModuleList(
             DecoderLayer(
                 c, GroupedAttention(c, ALONE, window=window), MLP(h, c.intermediate_size), ALONE
             )
             for window in c.windows
         )
-
-    def join_taps(self, taps: list[Tensor], hidden: Tensor) -> Tensor:
-        return self.hidden_norm(torch.cat(taps, dim=-1) @ self.fc)
 
     def write(self, context: Tensor, state: State, rows: Positions) -> State:
         new = dict[str, Tensor]()

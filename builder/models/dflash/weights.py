@@ -7,7 +7,7 @@ from mtpbuild.builder.models.common.grouped_weights import list_grouped_weights
 from mtpbuild.builder.models.common.weight import (
     StoredTensor,
     Weight,
-    embedding,
+    list_markov_weights,
     mlp,
     product,
     vector,
@@ -38,13 +38,5 @@ def list_dflash_weights(c: DFlashConfig) -> Iterator[Weight]:
         yield from mlp(h, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
     yield vector(TO, AT, "norm.weight", h)
     if c.markov_rank:
-        yield from list_markov_weights(f"{AT}.markov_head", c.vocab_size, c.markov_rank)
+        yield from list_markov_weights(f"{AT}.markov_head", TO, c.vocab_size, c.markov_rank)
 
-
-def list_markov_weights(at: str, vocab_size: int, rank: int) -> Iterator[Weight]:
-    """Yield the weights of the bias by the token before."""
-    first, second = (
-        StoredTensor(f"{at}.markov_{w}.weight", (vocab_size, rank)) for w in ("w1", "w2")
-    )
-    yield embedding(f"{TO}.markov_w1", first)
-    yield product(f"{TO}.markov_w2", second)
