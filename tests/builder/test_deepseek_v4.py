@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,47 @@ def test_a_block_is_the_plain_models(native: bool, tmp_path: Path) -> None:
     check_drafts(model, plain, 5, "mtp-block")
 
 
+def place_one_late(model: Any) -> None:
+    """Give a block the angles of the places after its own."""
+    head, rope = model.mtp[0], model.rope
+    run = head.forward
+
+    def late(x: Tensor, state: Any, rows: Any) -> Tensor:
+        later = rope(rows.positions[:, 0] + 1, rows.positions.shape[1])
+        return run(x, state, replace(rows, cos=later.cos, sin=later.sin))  # type: ignore[no-any-return]
+
+    head.forward = late
+
+
+def write_one_early(model: Any) -> None:
+    head = model.mtp[0]
+    write = head.write
+    head.write = lambda context, *others: write(context.roll(-1, 1), *others)
+
+
+def see_one_row_less(model: Any) -> None:
+    for layer in model.mtp[0].layers:
+        layer.self_attn.config = replace(layer.self_attn.config, sliding_window=7)
+
+
+def bias_by_the_mask(model: Any) -> None:
+    head = model.mtp[0]
+    add = head.add_bias
+    head.add_bias = lambda model, logits, token: add(model, logits, torch.full_like(token, 59))
+
+
+OF_BLOCKS = place_one_late, write_one_early, see_one_row_less, bias_by_the_mask
+
+
+@pytest.mark.parametrize("fault", [pytest.param(fault, marks=FULL) for fault in OF_BLOCKS])
+def test_faults_of_blocks_are_seen(fault: Callable[[Any], None], tmp_path: Path) -> None:
+    save(tmp_path, stages=2)
+    model = load_model(tmp_path, load_config(tmp_path))
+    fault(model)
+    with pytest.raises(AssertionError, match="drafts differ"):
+        check_drafts(model, load_plain(tmp_path), 5, "mtp-block")
+
+
 def join_one_late(model: Any, patch: pytest.MonkeyPatch) -> None:
     module = model.module(0)
     combine = module.combine_inputs
@@ -192,11 +234,15 @@ def test_planted_faults_are_seen(
         check_drafts(model, load_plain(tmp_path))
 
 
-@pytest.mark.parametrize("nextn", [NEXTN, pytest.param(0, marks=FULL)])
+ENGINES = [(NEXTN, 0), *(pytest.param(*case, marks=FULL) for case in ((0, 0), (5, 2), ("auto", 2)))]
+
+
+@pytest.mark.parametrize(("nextn", "stages"), ENGINES)
 @torch.no_grad()
-def test_engines_continue_as_transformers(nextn: int, tmp_path: Path) -> None:
+def test_engines_continue_as_transformers(nextn: Any, stages: int, tmp_path: Path) -> None:
     """Prompts of 1 to 600 tokens, with and without drafts, from cached prefixes, in a batch."""
-    trunk, out = save(tmp_path / "model", heavy=128, native=True), tmp_path / "engines"
+    trunk = save(tmp_path / "model", heavy=128, native=True, stages=stages)
+    out = tmp_path / "engines"
     flags = {"max_seq_len": 700, "prefill_chunk": 64, "max_batch": 2}
     request = build_request(tmp_path / "model", (nextn,), out=out, **flags)
     prompts = [torch.randint(0, 60, (n,)).tolist() for n in (1, 5, 127, 128, 260, 600)]
