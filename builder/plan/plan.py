@@ -203,10 +203,15 @@ def count_modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
+def count_cached_layers(config: ModelConfig, drafter: DrafterName | None, nextn: int) -> int:
+    """Return how many layers of modules, or of a head, have cache rows."""
+    layers = config.head.cached_layers if config.head else 1
+    return count_modules_in_use(drafter, nextn) * layers
+
+
 def name_drafter_rows(plan: Plan) -> list[str]:
     """Return the names of the cache rows that the drafter's modules keep."""
-    layers = plan.config.head.cached_layers if plan.config.head else 1
-    count = count_modules_in_use(plan.drafter, plan.nextn) * layers
+    count = count_cached_layers(plan.config, plan.drafter, plan.nextn)
     return [name_module_rows(j) for j in range(count)]
 
 

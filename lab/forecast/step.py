@@ -16,12 +16,12 @@ from mtpbuild.builder.plan.plan import (
     DrafterName,
     choose_drafter,
     count_int8_width,
-    count_modules_in_use,
+    count_cached_layers,
     count_ring_rows,
 )
 from mtpbuild.builder.plan.weight_classes import WeightClass
 from mtpbuild.lab.forecast.machines import GpuSpec
-from mtpbuild.runtime.contract.drafters import ASSISTANT, VANILLA
+from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK_HEAD, VANILLA
 from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bfloat16": 2, "float32": 4}  # of a number; int8 rows have scales besides
@@ -107,7 +107,10 @@ class CostModel:
             yield self._make_part("recurrent states", bytes, 0, 0)
 
     def _draft(self, nextn: int, load: StepLoad) -> Iterator[StepPart]:
-        """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full."""
+        """Count drafting: Eagle runs one module nextn times, vanilla runs nextn modules in full.
+
+        A block has one pass of all drafts; the rows of its context are left out.
+        """
         if nextn == 0:
             return
         drafter = self.drafter(nextn)
@@ -116,20 +119,24 @@ class CostModel:
             counts = [nextn + 1] * nextn
         elif drafter == ASSISTANT:
             counts = [1] * nextn
+        elif drafter == BLOCK_HEAD:
+            counts = [nextn]
         modules = self.config.num_nextn_predict_layers
         ends = ("embedding", "head")
         inner = [weights for weights in self.classes if weights.module and weights.name not in ends]
         yield self._count_weights("MTP modules", inner, counts, load, 1 / modules)
         heads = [weights for weights in self.classes if weights.name.endswith("head")]
         heads = [weights for weights in heads if weights.module] or heads  # its own, if any
-        yield self._count_weights("head of drafts", heads, [1] * nextn, load)
+        of_head = [nextn] if drafter == BLOCK_HEAD else [1] * nextn
+        yield self._count_weights("head of drafts", heads, of_head, load)
         yield self._cache("MTP caches", self._list_rows_of_drafts(), counts, load)
 
     def _list_rows_of_drafts(self) -> list[LayerRows]:
         """List the rows that a draft reads: a module's, or those of the trunk that a head reads."""
         head, rows = self.config.head, self.rows
         read = head.list_read_layers(self.config) if head else []
-        return [rows[layer] for layer in read] or rows[-1:]
+        of_head = rows[self.config.num_hidden_layers :] if head else rows[-1:]
+        return [rows[layer] for layer in read] or of_head
 
     def _count_weights(
         self,
@@ -204,7 +211,9 @@ class CostModel:
         )
 
     def _list_used(self, nextn: int) -> list[LayerRows]:
-        used = self.config.num_hidden_layers + count_modules_in_use(self.drafter(nextn), nextn)
+        used = self.config.num_hidden_layers + count_cached_layers(
+            self.config, self.drafter(nextn), nextn
+        )
         return self.rows[:used]
 
     def weight_bytes(self, nextn: int) -> float:
