@@ -218,6 +218,7 @@ class ModelConfig:
     # What transformers' class takes for a value that config.json leaves out.
     usual: ClassVar[dict[str, Any]] = {}
     supported: ClassVar[dict[str, Any]] = {}  # the only value of a key that may be missing
+    has_taps: ClassVar[bool] = True  # whether a head can read what enters its layers
 
     vocab_size: int = integer()
     hidden_size: int = integer()

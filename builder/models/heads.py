@@ -107,6 +107,8 @@ def join_config(trunk: Trunk, raw: Mapping[str, Any], tensors: Set[str] = frozen
     head = find_head(raw)
     assert head is not None
     values = head.read(raw, trunk, {*tensors})
+    if getattr(values, "taps", ()) and not trunk.has_taps:
+        raise CheckpointError(f"{values.title} reads layers of its trunk, which this class hides")
     return replace(trunk, num_nextn_predict_layers=1, head=values)
 
 

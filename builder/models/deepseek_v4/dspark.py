@@ -29,7 +29,9 @@ class DSparkHead(BlockHead):
     def __init__(self, c: DSparkConfig) -> None:
         super().__init__(c)
         self.config = c
-        self.layers = nn.ModuleList(StreamLayer(c, c.num_hidden_layers + i) for i in range(c.stages))
+        self.layers = nn.ModuleList(
+            StreamLayer(c, c.num_hidden_layers + i) for i in range(c.stages)
+        )
         self.hc_head = StreamHead(c)
 
     def write(self, context: Tensor, state: State, rows: Positions) -> State:

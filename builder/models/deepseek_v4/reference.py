@@ -376,7 +376,9 @@ class PlainDeepseekV4(PlainLM):
         module = self.module(k)
         return self.lm_head(module.norm(module.hc_head(self.apart(hidden))))
 
-    def draft_block(self, tokens: list[int], nextn: int, drafts: Sequence[int] = ()) -> list[Tensor]:
+    def draft_block(
+        self, tokens: list[int], nextn: int, drafts: Sequence[int] = ()
+    ) -> list[Tensor]:
         """Compute the logits [V] of each of a DSpark head's drafts after the known tokens.
 
         drafts: those that were drawn from them; without them a draft is their argmax.

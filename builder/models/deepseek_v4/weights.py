@@ -34,7 +34,9 @@ def weight_table(c: DeepseekV4Config, share: Share) -> list[Weight]:
     tokens = StoredTensor(EMBEDDING, (c.vocab_size, E))
     head = tokens if c.tie_word_embeddings else StoredTensor(HEAD, (c.vocab_size, E))
     layers = (list_layer_weights(c, i, f"model.layers.{i}", f"layers.{i}") for i in range(L))
-    modules = (list_module_weights(c, j) for j in range(0 if c.head else c.num_nextn_predict_layers))
+    modules = (
+        list_module_weights(c, j) for j in range(0 if c.head else c.num_nextn_predict_layers)
+    )
     return [
         embedding("embed_tokens", tokens),
         *chain.from_iterable(layers),

@@ -39,4 +39,3 @@ def list_dflash_weights(c: DFlashConfig) -> Iterator[Weight]:
     yield vector(TO, AT, "norm.weight", h)
     if c.markov_rank:
         yield from list_markov_weights(f"{AT}.markov_head", TO, c.vocab_size, c.markov_rank)
-

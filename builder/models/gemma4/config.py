@@ -34,6 +34,7 @@ THETAS = {SLIDING: 1e4, FULL: 1e6}
 class Gemma4Config(MoEConfig):
     """The values of a text model, whose layers have two kinds of attention."""
 
+    has_taps: ClassVar[bool] = False
     supported: ClassVar[dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
     }  # fmt: skip
