@@ -15,8 +15,8 @@ from mtpbuild.builder.models.costs import Costs
 from mtpbuild.builder.plan.plan import (
     DrafterName,
     choose_drafter,
-    count_int8_width,
     count_cached_layers,
+    count_int8_width,
     count_ring_rows,
 )
 from mtpbuild.builder.plan.weight_classes import WeightClass

@@ -167,7 +167,7 @@ def find_dspark(
 
     names: of the tensors; without any, the configuration decides.
     """
-    if names and DSPARK_INPUT not in names or not names and raw.get("dspark_block_size") is None:
+    if not (DSPARK_INPUT in names if names else raw.get("dspark_block_size")):
         return None
     read, values = Reader(raw), {part.name: getattr(trunk, part.name) for part in fields(trunk)}
     if (kind := raw.get("dspark_markov_head_type")) not in (None, "vanilla"):
