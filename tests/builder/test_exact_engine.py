@@ -47,6 +47,7 @@ KINDS = [  # model, weights, caches
             ("gemma4-small", "int8", "bfloat16"),
             ("deepseek-v4", "float32", "float32"),
             ("deepseek-v4", "int4", "bfloat16"),
+            ("deepseek-v4-dspark", "int8", "bfloat16"),
         ]
     ),
 ]

@@ -119,6 +119,17 @@ def test_attention_is_its_definition(
         np.testing.assert_array_equal(one[:, 0], got[:, t])
 
 
+def test_a_block_sees_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens from the last fresh row on see what it sees, those before them too."""
+    given, how = draw(6, 3, 128, 1, 1)
+    given["first"][:] = given["fresh"].shape[2] - 1
+    for name in ("q", "cos", "sin"):
+        given[name][:, 2] = given[name][:, 0]
+    (got,) = same_everywhere(monkeypatch, "CompressedAttention", given, ONE, **how)
+    np.testing.assert_allclose(got, attend(given, how), rtol=2e-4, atol=2e-5)
+    np.testing.assert_array_equal(got[:, 0], got[:, 2])
+
+
 def test_the_arithmetic_of_attention() -> None:
     """To the bit: each 128 rows are a partial softmax, and the sink is another."""
     given, how = draw(0, 1, 192, 2, 2, heads=3)

@@ -74,8 +74,8 @@ def save(
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         place = int(match[1]) - last if match else -1
         named[f"mtp.{place}.{match[2]}" if match and place >= 0 else name] = value
-    E = whole.config.hidden_size
-    joints = make_dspark_joints(E, stages) if stages else make_joints(E)
+    E, V = whole.config.hidden_size, whole.config.vocab_size
+    joints = make_dspark_joints(E, V, stages) if stages else make_joints(E)
     save_file(named | joints, folder / "model.safetensors", {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
     raw |= {key: raw[key][:last] for key in ("layer_types", "mlp_layer_types")}
@@ -101,9 +101,9 @@ def add_layer(sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes | more | {"num_hidden_layers": sizes["num_hidden_layers"] + 1}
 
 
-def make_dspark_joints(E: int, stages: int) -> dict[str, Tensor]:
-    """Draw what a DSpark head has beside its layers, under DeepSeek's names."""
-    rank, V, N, last = DSPARK["dspark_markov_rank"], SIZES["vocab_size"], 4, f"mtp.{stages - 1}"
+def make_dspark_joints(E: int, V: int, stages: int) -> dict[str, Tensor]:
+    """Draw what a DSpark head has beside its layers, under DeepSeek's names; V: the vocabulary."""
+    rank, N, last = DSPARK["dspark_markov_rank"], 4, f"mtp.{stages - 1}"
     taps = len(DSPARK["dspark_target_layer_ids"])
     return {
         "mtp.0.main_proj.weight": torch.randn(E, taps * E) / (taps * E) ** 0.5,

@@ -43,8 +43,9 @@ Said = list[tuple[list[int], list[float]]]
 def save(folder: Path, name: str) -> Path:
     if name in DEEPSEEK:
         return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
-    if name == "deepseek-v4":
-        save_deepseek_v4(folder, native=True, **BLOCKS | {"vocab_size": 72})
+    if name in ("deepseek-v4", "deepseek-v4-dspark"):
+        stages = 2 if name.endswith("dspark") else 0
+        save_deepseek_v4(folder, native=True, stages=stages, **BLOCKS | {"vocab_size": 72})
         return folder
     if (shape := name.removeprefix("gemma4-")) in GEMMA4_SHAPES:
         sizes = GEMMA4_SHAPES[shape]

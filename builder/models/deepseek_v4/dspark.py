@@ -53,9 +53,7 @@ class DSparkHead(BlockHead):
             joined, y, weights = layer.attn_hc(streams, layer.input_layernorm)
             latent, fresh = layer.self_attn.project(y, rows)
             place = {"kv": state[name_module_rows(i)]}, fresh, last
-            y = layer.self_attn.attend(
-                y, latent, rows, *place, written=False, wider=none.shape[1]
-            )
+            y = layer.self_attn.attend(y, latent, rows, *place, written=False, wider=none.shape[1])
             streams = layer.finish(Streams(joined, (y, weights)), none)
         hidden: Tensor = self.hc_head(streams.join(), self.norm)
         return hidden

@@ -258,7 +258,8 @@ class DeepseekV4(CausalLM):
         return state[name_layer_state(COMPRESSED, layer)].shape[2]
 
     def logits(self, hidden: Tensor, gather: GatherLogits = all_gather) -> Tensor:
-        hidden = hidden[..., : self.config.hc_mult * self.config.hidden_size]
+        if self.join_taps is not None:
+            hidden = hidden[..., : self.config.hc_mult * self.config.hidden_size]
         return self.head(self.hc_head(hidden, self.norm), self.lm_head, gather)
 
 
