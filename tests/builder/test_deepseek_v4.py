@@ -164,7 +164,7 @@ def place_one_late(model: Any) -> None:
 
     def late(x: Tensor, state: Any, rows: Any) -> Tensor:
         later = rope(rows.positions[:, 0] + 1, rows.positions.shape[1])
-        return run(x, state, replace(rows, cos=later.cos, sin=later.sin))  # type: ignore[no-any-return]
+        return run(x, state, replace(rows, cos=later.cos, sin=later.sin))
 
     head.forward = late
 
