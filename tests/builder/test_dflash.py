@@ -28,6 +28,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.dflash import MASK, SIZES, SLIDING, PlainBlockHead, make_head
 from tests.reference.eager import EagerPrograms
+from tests.reference.sampling import plain_text
 from tests.support.families import make_family, save_family
 from tests.support.forced import Run
 from tests.support.invoke import refusal
@@ -251,3 +252,20 @@ def test_engines_are_exact(name: str, form: str, tmp_path: Path) -> None:
             results = [engine.generate([5, 6, 7 + i], params) for i in range(3)]
             said.append([(r.token_ids, r.logprobs) for r in results])
     assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["dflash", "dspark"])
+def test_sampled_text_is_what_plain_sampling_gives(form: str, tmp_path: Path) -> None:
+    """Drafts are drawn from their own distributions, DSpark's given the draft before."""
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    save_head(tmp_path / "head", form, trunk)
+    build(build_request(folder, (3,), mtp=tmp_path / "head", out=tmp_path / "engine"))
+    hot = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_p=0.95, seed=5)
+    with Engine.load(tmp_path / "engine", threads=1) as engine:
+        for params in (hot, replace(hot, temperature=1.3, top_k=9, draft_sample_method="greedy")):
+            for prompt in ([7], [9, 30, 31, 50, 12, 44]):
+                result = engine.generate(prompt, params)
+                assert result.token_ids == plain_text(trunk, prompt, params)
+                assert result.metrics.speculative_decoding.num_draft_tokens
