@@ -68,9 +68,9 @@ HEADS = (
         DFlashConfig,
         is_dflash,
         DFlashConfig.of,
-        import_lazily(f"{FOLDER}.dflash.weights", "rename_tensor"),
+        import_lazily(f"{FOLDER}.dflash.weights", "rename_dflash_tensor"),
         import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
-        import_lazily(f"{FOLDER}.dflash.model", "attach_head"),
+        import_lazily(f"{FOLDER}.dflash.model", "attach_dflash"),
         tuple,
     ),
     Head(
@@ -79,7 +79,7 @@ HEADS = (
         refuse_apart,
         lambda name: None,
         import_lazily(f"{FOLDER}.deepseek_v4.weights", "list_dspark_weights"),
-        import_lazily(f"{FOLDER}.deepseek_v4.dspark", "attach_head"),
+        import_lazily(f"{FOLDER}.deepseek_v4.dspark", "attach_dspark"),
         tuple,
     ),
 )

@@ -113,7 +113,7 @@ class Assistant(Drafter):
         return torch.cat(drafts, dim=1), {}
 
 
-class Block(Drafter):
+class BlockDrafter(Drafter):
     """DFlash and DSpark: a head that drafts all tokens in one pass over a block of tokens.
 
     The block is the newest token and masks; only the trunk's tokens make cache rows. Without

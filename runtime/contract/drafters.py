@@ -87,7 +87,7 @@ _drafters = Registry[DrafterRecord](
         ),
         DrafterRecord(ASSISTANT, f"{PROGRAMS}:Assistant", adaptive=True),
         DrafterRecord(
-            BLOCK_HEAD, f"{PROGRAMS}:Block", lambda nextn: 1, lambda nextn: 1, adaptive=True
+            BLOCK_HEAD, f"{PROGRAMS}:BlockDrafter", lambda nextn: 1, lambda nextn: 1, adaptive=True
         ),
         DrafterRecord(NONE, f"{PROGRAMS}:IdleDrafter"),
     ),

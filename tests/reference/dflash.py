@@ -100,12 +100,12 @@ class PlainBlockHead(PlainLM):
         every = self.trunk[0].lm_head(self.norm(x, "norm"))[0, x.shape[1] - nextn :]
         if not self.anchored:
             return [*every]
-        last, found = tokens[-1], list[Tensor]()
+        last, biased = tokens[-1], list[Tensor]()
         for k, logits in enumerate(every):
             before = self.weights["markov_head.markov_w1.weight"][last]
-            found.append(logits + self.product(before, "markov_head.markov_w2"))
-            last = drafts[k] if drafts else int(found[-1].argmax())
-        return found
+            biased.append(logits + self.product(before, "markov_head.markov_w2"))
+            last = drafts[k] if drafts else int(biased[-1].argmax())
+        return biased
 
 
 def make_head(trunk: PlainCausalLM, raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from mtpbuild.builder.models.deepseek_v4.streams import StreamHead, Streams
 from mtpbuild.runtime.contract.state import name_module_rows
 
 
-def attach_head(model: CausalLM) -> None:
+def attach_dspark(model: CausalLM) -> None:
     """Put the head of a model's configuration in place of its modules."""
     c = model.config.head
     assert isinstance(c, DSparkConfig)

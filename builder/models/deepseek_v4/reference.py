@@ -391,8 +391,8 @@ class PlainDeepseekV4(PlainLM):
         x = self.open_streams(torch.tensor([[tokens[-1], *[head.mask_token_id] * (nextn - 1)]]))
         for stage in stages:
             x = stage.run_block(x, context)
-        last, found, token = stages[-1], list[Tensor](), tokens[-1]
+        last, biased, token = stages[-1], list[Tensor](), tokens[-1]
         for k, logits in enumerate(self.lm_head(last.norm(last.hc_head(x)))[0]):
-            found.append(logits + last.markov_head(torch.tensor(token)))
-            token = drafts[k] if drafts else int(found[-1].argmax())
-        return found
+            biased.append(logits + last.markov_head(torch.tensor(token)))
+            token = drafts[k] if drafts else int(biased[-1].argmax())
+        return biased

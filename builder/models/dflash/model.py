@@ -17,7 +17,7 @@ from mtpbuild.runtime.contract.state import name_module_rows
 from mtpbuild.runtime.ranks import ALONE
 
 
-def attach_head(model: CausalLM) -> None:
+def attach_dflash(model: CausalLM) -> None:
     """Put the head of a model's configuration in place of its modules."""
     c = model.config.head
     assert isinstance(c, DFlashConfig)

@@ -1,4 +1,4 @@
-"""The weights of a DFlash or DSpark head, by the names that `rename_tensor` gives them."""
+"""The weights of a DFlash or DSpark head, by the names that `rename_dflash_tensor` gives them."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ AT, TO = HEAD, "mtp.0"
 LEFT_OUT = ("embed_tokens.", "lm_head.", "confidence_head.")
 
 
-def rename_tensor(name: str) -> str | None:
+def rename_dflash_tensor(name: str) -> str | None:
     """Return a tensor's name in the model; None for one that is not read."""
     bare = name.removeprefix("model.")
     return None if bare.startswith(LEFT_OUT) else f"{AT}.{bare}"
