@@ -299,6 +299,24 @@ def test_configurations_that_are_refused(changes: dict[str, Any], why: str, tmp_
         DeepseekV4Config.parse(raw | changes)
 
 
+WRONG_HEADS: list[tuple[dict[str, Any], str]] = [
+    ({"dspark_target_layer_ids": [4]}, "dspark_target_layer_ids must be a list of layers up to 3"),
+    ({"dspark_noise_token_id": 60}, "dspark_noise_token_id must be an integer of 0..59"),
+    ({"dspark_block_size": None}, "dspark_block_size is missing"),
+    ({"dspark_markov_head_type": "rnn"}, "dspark_markov_head_type 'rnn' is not supported"),
+    ({"dspark_window_size": 9}, "dspark_window_size 9 is not supported; supported: 8"),
+]
+
+
+def test_heads_that_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, stages=1)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for changes, why in WRONG_HEADS:
+        (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+        with pytest.raises(CheckpointError, match=why):
+            load_config(tmp_path)
+
+
 def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
     save(tmp_path)
     wrong: list[dict[str, Any]] = [

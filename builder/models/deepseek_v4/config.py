@@ -170,8 +170,7 @@ def find_dspark(
     if not (DSPARK_INPUT in names if names else raw.get("dspark_block_size")):
         return None
     read, values = Reader(raw), {part.name: getattr(trunk, part.name) for part in fields(trunk)}
-    if (kind := raw.get("dspark_markov_head_type")) not in (None, "vanilla"):
-        raise CheckpointError(f"dspark_markov_head_type {kind!r} is not supported")
+    read.only(dspark_markov_head_type="vanilla", dspark_window_size=trunk.sliding_window)
     ratios = len(raw.get("compress_ratios") or ()) - trunk.num_hidden_layers  # the stages' after it
     stages = trunk.num_nextn_predict_layers if names else max(1, ratios)
     return DSparkConfig(
