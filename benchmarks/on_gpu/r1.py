@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.config import MoEConfig
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.targets import load_target
 from on_gpu.machine import Machine, Row, difference, microseconds
@@ -53,11 +54,12 @@ def r1_slice(
 
 
 def needed(bench: Bench) -> Iterator[Part]:
-    parts = bench.parts
+    parts, config = bench.parts, bench.case.config
+    assert isinstance(config, MoEConfig)
     for nextn in bench.case.nextn:
         T = nextn + 1
         yield parts.layer("dense layer", 0, T)
-        yield parts.layer("MoE layer", bench.case.config.moe_layers.index(True), T)
+        yield parts.layer("MoE layer", config.moe_layers.index(True), T)
         yield parts.head(T)
         yield parts.acceptance(T)
         if nextn:

@@ -1,6 +1,7 @@
 """The slices to measure: some layers of DeepSeek-V4, a rank's share of R1's, small substitutes."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def small_v4(nextn: tuple[int, ...]) -> Slice:
     """Return a slice of the same kinds of layers for a machine without a GPU."""
     case = v4_slice(nextn, 160)
     assert isinstance(case.config, DeepseekV4Config)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 160, "hidden_size": 48, "moe_intermediate_size": 32, "n_routed_experts": 12,
         "num_experts_per_tok": 3, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 8,
         "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 8, "sliding_window": 16,

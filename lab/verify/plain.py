@@ -72,7 +72,8 @@ def open_view(
 def has_lone_layers(config: ModelConfig) -> bool:
     """Return whether the layers of a model can run one by one."""
     with torch.device("meta"):
-        return find_family_of(config).reference(config).has_lone_layers
+        plain: PlainLM = find_family_of(config).reference(config)
+    return plain.has_lone_layers
 
 
 @torch.no_grad()

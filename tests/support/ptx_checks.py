@@ -74,7 +74,7 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
     yield "laws", partial(kernels.check_shaped_probs, 5, 700, 2, "cpu")
     for dtype in (wide, narrow):
         kind = str(dtype).removeprefix("torch.")
-        experts = Experts(17, 12, 4, 2, 3, 70, 66, dtype, 11)
+        experts = Experts(17, 12, 4, 2, 3, 70, 66, 0.5, dtype, 11)
         yield f"experts {kind}", partial(kernels.check_moe, experts, "cpu")
         for forms in (("fp8", "nvfp4"), ("nvfp4", "fp8"), ("nvfp4", "plain")):
             name = f"experts {kind} in {forms[0]} and {forms[1]}"
