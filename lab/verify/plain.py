@@ -69,13 +69,6 @@ def open_view(
     return config, requantise(stored, config, scheme, table.stored.values())
 
 
-def has_lone_layers(config: ModelConfig) -> bool:
-    """Return whether the layers of a model can run one by one."""
-    with torch.device("meta"):
-        plain: PlainLM = find_family_of(config).reference(config)
-    return plain.has_lone_layers
-
-
 @torch.no_grad()
 def run_by_layers(
     config: ModelConfig,
@@ -138,7 +131,7 @@ def compare_with_checkpoint(
         raise NotChecked("its weights were calibrated: the checkpoint alone does not give them")
     limit, scheme = ROUNDED if rounds_inputs(manifest) else LARGEST_DIFFERENCE, read_scheme(build)
     config, view = open_view(folder, layers, scheme, mtp)
-    if not has_lone_layers(config):
+    if not find_family_of(config).runs_by_layer(config):
         check_size(manifest)
         return judge_texts(load_plain(folder, layers, scheme), prompts, played, limit)
     pairs = [*zip(prompts, played, strict=True)]
