@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -111,14 +111,25 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
 
 @dataclass(frozen=True)
 class Work:
-    """The requests of each user: how many, tokens of an answer, and the prompts in turn."""
+    """The requests of each user: how many, tokens of an answer, and of prompts of random ids.
+
+    vocabulary: of such prompts, of which no two are alike, so that no cache helps; 0: PROMPTS.
+    """
 
     requests: int
     tokens: int
-    prompts: Sequence[str | list[int]] = PROMPTS
+    length: int = 0
+    vocabulary: int = 0
 
-    def choose_prompt(self, user: int, request: int) -> str | list[int]:
-        return self.prompts[(user + request) % len(self.prompts)]
+    def choose_prompt(self, users: int, user: int, request: int) -> str | list[int]:
+        if not self.vocabulary:
+            return PROMPTS[(user + request) % len(PROMPTS)]
+        rng = random.Random(f"{users} {user} {request}")
+        return [rng.randrange(self.vocabulary) for _ in range(self.length)]
+
+    @property
+    def warm_up(self) -> list[str | list[int]]:
+        return [self.choose_prompt(0, user, 0) for user in range(len(PROMPTS))]
 
 
 async def one(url: str, prompt: str | list[int], tokens: int, load: Load) -> None:
@@ -156,10 +167,10 @@ async def measure(url: str, users: int, work: Work) -> Load:
 
     async def user(number: int) -> None:
         for i in range(work.requests):
-            await one(url, work.choose_prompt(number, i), work.tokens, load)
+            await one(url, work.choose_prompt(users, number, i), work.tokens, load)
 
     async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in work.prompts[:8]))
+        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in work.warm_up))
         start = time.perf_counter()
         await asyncio.gather(*(user(number) for number in range(users)))
         load.seconds = time.perf_counter() - start
@@ -172,9 +183,10 @@ def direct(engine: Path, users: int, work: Work) -> float:
     Several users' requests wait in one queue, in the order in which the users would send them.
     """
     params = SamplingParams(max_tokens=work.tokens, ignore_eos=True)
-    prompts = [work.choose_prompt(user, i) for i in range(work.requests) for user in range(users)]
+    every = ((user, i) for i in range(work.requests) for user in range(users))
+    prompts = [work.choose_prompt(users, user, i) for user, i in every]
     with Engine.load(engine, prefix_cache=False) as loaded:
-        loaded.generate(list(work.prompts[:8]), SamplingParams(max_tokens=8))
+        loaded.generate(work.warm_up, SamplingParams(max_tokens=8))
         start = time.perf_counter()
         if users == 1:
             for prompt in prompts:
@@ -343,12 +355,9 @@ def main() -> None:
             place = Path(folder)
             drafts = arguments.nextn, arguments.accepted
             servers += list_shape_servers(place, arguments.shape, arguments.layers, *drafts)
-            rng = random.Random(0)
-            size = published(arguments.shape, 1).config.vocab_size
-            prompts = [
-                [rng.randrange(size) for _ in range(arguments.prompt_len)] for _ in range(64)
-            ]
-            work = Work(arguments.requests, arguments.tokens or 200, prompts)
+            vocabulary = published(arguments.shape, 1).config.vocab_size
+            lengths = arguments.tokens or 200, arguments.prompt_len
+            work = Work(arguments.requests, *lengths, vocabulary)
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
             servers.append(Server(name, partial(running, url)))
