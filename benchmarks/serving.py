@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,16 @@ PROMPTS = (
     "async def main():\n    await ",
 )
 PATIENCE = 3600  # seconds for one number of users
+SYNTHETIC = """
+import json, sys
+from functools import partial
+from mtpbuild.builder.cli import app
+from mtpbuild.runtime.server import params
+how = {"acceptance": "rejection", "rejection_sample_method": "synthetic"}
+how["synthetic_acceptance_rates"] = json.loads(sys.argv.pop(1))
+params.SamplingParams = partial(params.SamplingParams, **how)
+app()
+"""
 LLAMA, PLAIN = "llama-server", "nextn 0"
 SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
 USERS = 16  # most users of a shape
@@ -86,13 +96,16 @@ class Load:
 
 
 @contextlib.contextmanager
-def ours(engine: Path, *flags: str) -> Iterator[str]:
+def ours(engine: Path, rates: Sequence[float] = ()) -> Iterator[str]:
     """Run `mtpbuild serve` on a free port; yield its address.
+
+    rates: of synthetic acceptance, which the server refuses from clients.
 
     The server's log is read and dropped, so that the server never waits for a reader.
     """
-    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    command += ["--no-access-log", *flags]
+    program = ["-c", SYNTHETIC, json.dumps(rates)] if rates else ["-m", "mtpbuild"]
+    command = [sys.executable, *program, "serve", "--engine", str(engine), "--port", "0"]
+    command.append("--no-access-log")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next((line for line in process.stderr if line.startswith("serving")), None)
@@ -295,14 +308,7 @@ def list_shape_servers(
     servers = [Server(PLAIN, partial(ours, engines[0]), engines[0], inside=False)]
     for number in (nextn, "auto"):
         drafts = read_manifest(engines[number]).build.nextn
-        how = {
-            "num_speculative_tokens": drafts,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": [accepted**k for k in range(1, drafts + 1)],
-        }
-        settings = folder / f"{number}.yaml"
-        settings.write_text(json.dumps({"speculative-config": how}), encoding="utf-8")
-        start = partial(ours, engines[number], "--config", str(settings))
+        start = partial(ours, engines[number], [accepted**k for k in range(1, drafts + 1)])
         servers.append(Server(f"nextn {number}", start, engines[number], inside=False))
     room: dict[str, Any] = {
         "slots": USERS,
