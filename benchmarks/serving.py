@@ -361,7 +361,7 @@ def main() -> None:
             place = Path(folder)
             drafts = arguments.nextn, arguments.accepted
             servers += list_shape_servers(place, arguments.shape, arguments.layers, *drafts)
-            vocabulary = published(arguments.shape, 1).config.vocab_size
+            vocabulary = published(arguments.shape, arguments.layers).config.vocab_size
             lengths = arguments.tokens or 200, arguments.prompt_len
             work = Work(arguments.requests, *lengths, vocabulary)
         for peer in arguments.peer:
