@@ -65,6 +65,16 @@ PROMPTS = (
     "async def main():\n    await ",
 )
 PATIENCE = 3600  # seconds for one number of users
+SYNTHETIC = """
+import json, sys
+from functools import partial
+from mtpbuild.builder.cli import app
+from mtpbuild.runtime.server import params
+how = {"acceptance": "rejection", "rejection_sample_method": "synthetic"}
+how["synthetic_acceptance_rates"] = json.loads(sys.argv.pop(1))
+params.SamplingParams = partial(params.SamplingParams, **how)
+app()
+"""
 LLAMA, PLAIN = "llama-server", "nextn 0"
 SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
 USERS = 16  # most users of a shape
@@ -86,13 +96,16 @@ class Load:
 
 
 @contextlib.contextmanager
-def ours(engine: Path, *flags: str) -> Iterator[str]:
+def ours(engine: Path, rates: Sequence[float] = ()) -> Iterator[str]:
     """Run `mtpbuild serve` on a free port; yield its address.
+
+    rates: of synthetic acceptance, which the server refuses from clients.
 
     The server's log is read and dropped, so that the server never waits for a reader.
     """
-    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    command += ["--no-access-log", *flags]
+    program = ["-c", SYNTHETIC, json.dumps(rates)] if rates else ["-m", "mtpbuild"]
+    command = [sys.executable, *program, "serve", "--engine", str(engine), "--port", "0"]
+    command.append("--no-access-log")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = next((line for line in process.stderr if line.startswith("serving")), None)
@@ -111,14 +124,25 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
 
 @dataclass(frozen=True)
 class Work:
-    """The requests of each user: how many, tokens of an answer, and the prompts in turn."""
+    """The requests of each user: how many, tokens of an answer, and of prompts of random ids.
+
+    vocabulary: of such prompts, of which no two are alike, so that no cache helps; 0: PROMPTS.
+    """
 
     requests: int
     tokens: int
-    prompts: Sequence[str | list[int]] = PROMPTS
+    length: int = 0
+    vocabulary: int = 0
 
-    def choose_prompt(self, user: int, request: int) -> str | list[int]:
-        return self.prompts[(user + request) % len(self.prompts)]
+    def choose_prompt(self, users: int, user: int, request: int) -> str | list[int]:
+        if not self.vocabulary:
+            return PROMPTS[(user + request) % len(PROMPTS)]
+        rng = random.Random(f"{users} {user} {request}")
+        return [rng.randrange(self.vocabulary) for _ in range(self.length)]
+
+    @property
+    def warm_up(self) -> list[str | list[int]]:
+        return [self.choose_prompt(0, user, 0) for user in range(len(PROMPTS))]
 
 
 async def one(url: str, prompt: str | list[int], tokens: int, load: Load) -> None:
@@ -156,10 +180,10 @@ async def measure(url: str, users: int, work: Work) -> Load:
 
     async def user(number: int) -> None:
         for i in range(work.requests):
-            await one(url, work.choose_prompt(number, i), work.tokens, load)
+            await one(url, work.choose_prompt(users, number, i), work.tokens, load)
 
     async with asyncio.timeout(PATIENCE):
-        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in work.prompts[:8]))
+        await asyncio.gather(*(one(url, prompt, 8, Load(1)) for prompt in work.warm_up))
         start = time.perf_counter()
         await asyncio.gather(*(user(number) for number in range(users)))
         load.seconds = time.perf_counter() - start
@@ -172,9 +196,10 @@ def direct(engine: Path, users: int, work: Work) -> float:
     Several users' requests wait in one queue, in the order in which the users would send them.
     """
     params = SamplingParams(max_tokens=work.tokens, ignore_eos=True)
-    prompts = [work.choose_prompt(user, i) for i in range(work.requests) for user in range(users)]
+    every = ((user, i) for i in range(work.requests) for user in range(users))
+    prompts = [work.choose_prompt(users, user, i) for user, i in every]
     with Engine.load(engine, prefix_cache=False) as loaded:
-        loaded.generate(list(work.prompts[:8]), SamplingParams(max_tokens=8))
+        loaded.generate(work.warm_up, SamplingParams(max_tokens=8))
         start = time.perf_counter()
         if users == 1:
             for prompt in prompts:
@@ -283,14 +308,7 @@ def list_shape_servers(
     servers = [Server(PLAIN, partial(ours, engines[0]), engines[0], inside=False)]
     for number in (nextn, "auto"):
         drafts = read_manifest(engines[number]).build.nextn
-        how = {
-            "num_speculative_tokens": drafts,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_rates": [accepted**k for k in range(1, drafts + 1)],
-        }
-        settings = folder / f"{number}.yaml"
-        settings.write_text(json.dumps({"speculative-config": how}), encoding="utf-8")
-        start = partial(ours, engines[number], "--config", str(settings))
+        start = partial(ours, engines[number], [accepted**k for k in range(1, drafts + 1)])
         servers.append(Server(f"nextn {number}", start, engines[number], inside=False))
     room: dict[str, Any] = {
         "slots": USERS,
@@ -343,12 +361,9 @@ def main() -> None:
             place = Path(folder)
             drafts = arguments.nextn, arguments.accepted
             servers += list_shape_servers(place, arguments.shape, arguments.layers, *drafts)
-            rng = random.Random(0)
-            size = published(arguments.shape, 1).config.vocab_size
-            prompts = [
-                [rng.randrange(size) for _ in range(arguments.prompt_len)] for _ in range(64)
-            ]
-            work = Work(arguments.requests, arguments.tokens or 200, prompts)
+            vocabulary = published(arguments.shape, arguments.layers).config.vocab_size
+            lengths = arguments.tokens or 200, arguments.prompt_len
+            work = Work(arguments.requests, *lengths, vocabulary)
         for peer in arguments.peer:
             name, _, url = peer.partition("=")
             servers.append(Server(name, partial(running, url)))
