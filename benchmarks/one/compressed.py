@@ -20,9 +20,8 @@ from one.shapes import published
 from one.sides import decode, ours, take_turns
 
 CONTEXTS = (1024, 8192, 65536)
-PLAIN, NEXTN = "nextn 0", 3
-RATES = (0.8, 0.64, 0.51)  # at which drafts are accepted
-DRAFTING = f"nextn {NEXTN}"
+PLAIN, DRAFTING = "nextn 0", "drafting"
+RATES = (0.8, 0.64, 0.51, 0.41, 0.33)  # at which drafts are accepted
 WEIGHTS = "int4"
 AIM = Aim(1.5)  # a token's time over its bound
 
@@ -37,21 +36,32 @@ class CutShape:
     recipe: str
     changes: Mapping[str, Any]
     int8: tuple[str, ...] = ()
+    nextn: int = 3
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return RATES[: self.nextn]
 
 
-V4 = CutShape(
-    "deepseek-v4-flash-preview",
-    {"num_hidden_layers": 4, "compress_ratios": [0, 0, 4, 128, 0], "n_routed_experts": 64},
-    ("*.self_attn.*", "*.shared_experts.*"),
+BESIDE_EXPERTS = ("*.self_attn.*", "*.shared_experts.*")
+V4 = {"num_hidden_layers": 4, "n_routed_experts": 64}
+MTP = CutShape(
+    "deepseek-v4-flash-preview", {**V4, "compress_ratios": [0, 0, 4, 128, 0]}, BESIDE_EXPERTS
+)
+DSPARK = CutShape(
+    "deepseek-v4-flash",
+    {**V4, "compress_ratios": [0, 0, 4, 128, 0, 0, 0], "dspark_target_layer_ids": [1, 2, 3]},
+    BESIDE_EXPERTS,
+    nextn=5,
 )
 V32 = CutShape("deepseek-v3.2", {"num_hidden_layers": 4, "n_routed_experts": 32})
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """The section of both shapes; figures of the second one stand beside those of the first."""
+    """The section of V4's shape with each kind of head, and of V3.2's."""
 
-    shapes: tuple[CutShape, ...] = (V4, V32)
+    shapes: tuple[CutShape, ...] = (MTP, DSPARK, V32)
 
     def measure(self, run: Run) -> Data:
         return {shape.recipe: self.measure_shape(shape, run) for shape in self.shapes}
@@ -62,11 +72,11 @@ class Compressed:
         shop.folder.mkdir(parents=True, exist_ok=True)
         counted = shop.write_checkpoint()
         length = str(max(CONTEXTS) + 4 * run.steps)
-        built = shop.build("whole", (0, NEXTN), "--max-seq-len", length)
+        built = shop.build("whole", (0, cut.nextn), "--max-seq-len", length)
         engines = dict(zip((PLAIN, DRAFTING), built, strict=True))
         shop.drop_checkpoint()
         asks = {name: decode(run.steps, int(name)) for name in map(str, CONTEXTS)}
-        drafting = {name: ask | {"rates": RATES} for name, ask in asks.items()}
+        drafting = {name: ask | {"rates": cut.rates} for name, ask in asks.items()}
         sides = [
             ours(name, engine, asks if name == PLAIN else drafting, shop.vocabulary)
             for name, engine in engines.items()
@@ -82,13 +92,14 @@ class Compressed:
         return [
             table(
                 f"{cut.recipe}, {cut.changes['num_hidden_layers']} layers, "
-                f"{cut.changes['n_routed_experts']} experts, random weights; ratio: over the bound",
-                self.rows(Found(found.data[cut.recipe], found.machine)),
+                f"{cut.changes['n_routed_experts']} experts, random weights; drafting: nextn "
+                f"{cut.nextn}; ratio: over the bound",
+                self.rows(Found(found.data[cut.recipe], found.machine), cut),
             )
             for cut in self.shapes
         ]
 
-    def rows(self, found: Found) -> Iterator[Row]:
+    def rows(self, found: Found, cut: CutShape) -> Iterator[Row]:
         for name in (PLAIN, DRAFTING):
             for context in CONTEXTS:
                 seconds = found.measured.step(name, str(context))
@@ -97,7 +108,7 @@ class Compressed:
                     f"step after {context:,}, {name}", (seconds, None), (cost, cost), WEIGHTS
                 )
                 yield row.judge(over(seconds, found.bound(cost, WEIGHTS)), AIM)
-        tokens = 1 + sum(RATES)
+        tokens = 1 + sum(cut.rates)
         for context in CONTEXTS:
             before = rate(1, found.measured.step(PLAIN, str(context)))
             after = rate(tokens, found.measured.step(DRAFTING, str(context)))

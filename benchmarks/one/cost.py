@@ -19,7 +19,7 @@ from mtpbuild.builder.weights.placed import read_places
 from mtpbuild.builder.weights.table import list_weights
 from mtpbuild.lab.forecast.cpu import make_engine_model
 from mtpbuild.lab.forecast.step import CostModel, StepLoad, count_distinct_experts
-from mtpbuild.runtime.contract.drafters import ASSISTANT, VANILLA
+from mtpbuild.runtime.contract.drafters import ASSISTANT, BLOCK_HEAD, VANILLA
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.ranks import ALONE
@@ -76,7 +76,8 @@ class Counted:
         for tokens in passes:
             routed = held["module, routed"] * self.share(batch * tokens)
             read += (held["module"] + routed) / modules
-        read += nextn * (held["draft_head"] or held["module head"] / modules or held["head"])
+        head = held["draft_head"] or held["module head"] / modules or held["head"]
+        read += len(passes) * head
         cache = next((spec.dtype for spec in manifest.state if spec.role in CACHED), "float32")
         rows, products, attention = self.cached(nextn, StepLoad(batch, context, cache))
         read += rows + batch * OUR_STATES * self.model.state_bytes
@@ -136,6 +137,8 @@ def draft_passes(manifest: Manifest) -> list[int]:
         return []
     if manifest.build.drafter == ASSISTANT:
         return [1] * nextn
+    if manifest.build.drafter == BLOCK_HEAD:
+        return [nextn]
     vanilla = manifest.build.drafter == VANILLA
     return [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
 
