@@ -1,6 +1,6 @@
 """Trains a small DeepSeek-V4, and counts which drafts an engine of it and its plain model accept.
 
-    python tools/train_tiny/deepseek_v4.py runs/v4 --seconds 2200    # 40 minutes of one core
+    python tools/train_tiny/deepseek_v4.py runs/v4 --seconds 1200    # 20 minutes of one core
     python tools/train_tiny/deepseek_v4.py runs/v4                   # only counts
 
 The same command again goes on where the training was. The plain model computes each draft without
