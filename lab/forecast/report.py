@@ -177,8 +177,8 @@ def _print_assumptions(f: Forecast) -> None:
         note = "not built yet for GPUs: no target has a kernel there for this model's attention, "
         print_lines(f"{note}so `mtpbuild build` refuses them", style="yellow")
     if has_one_rank(f.model.config):
-        note = "weights count as they are stored, those of attention whole on each rank"
-        print_lines(note, style="yellow")
+        note = "no engine of this model has several ranks yet: weights count as they are stored, "
+        print_lines(f"{note}those of attention whole on each rank", style="yellow")
     formats = {name: None for weights in f.model.classes for name in weights.formats}
     if why := explain_capability(formats, [f.model.gpu.capability]):
         print_lines(f"target tensorrt builds no such engine: {why}; inductor does", style="yellow")

@@ -59,8 +59,9 @@ def answer_file(
 ) -> None:
     """Answer a file's requests in their order."""
     requests = read_requests(path, engine, params, check=True)
-    print_dimmed(engine.manifest.drafting)
-    for request, result in generate_all(engine, requests, trace):
+    for i, (request, result) in enumerate(generate_all(engine, requests, trace)):
+        if not i:  # before that a request may still be refused
+            print_dimmed(engine.manifest.drafting)
         if json:
             print(write_json_line(request.task_id, result), flush=True)
         else:

@@ -361,6 +361,10 @@ def test_tables_of_a_section_that_nobody_answered() -> None:
         "sizes": dict.fromkeys(names, 10**9), "row_bytes": dict.fromkeys(names, 4),
         "costs": dict.fromkeys(names, cost), "rounds": {},
     }  # fmt: skip
+    recipes = ("deepseek-v4-flash-preview", "deepseek-v4-flash", "deepseek-v3.2")
+    data |= {recipe: {"costs": {}, "rounds": {}} for recipe in recipes}
+    sizes = {"disk": 1e9, "file": 2e9, "experts": 1e9, "chosen": [0.5, 0.5]}
+    data |= {law: {**sizes, "rounds": {}} for law in ("uniform", "Zipf")}
     console = Console(width=200)
     with console.capture() as captured:
         for one in script.SECTIONS.values():

@@ -117,8 +117,9 @@ def test_every_op_has_a_facet() -> None:
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
     others = ("moe", "accept_mixed", "matmul_scaled", "matmul_wide")
     fused = ("gated_product", "mla_queries", "mla_values")
+    of_gpus = ("balance_streams",)
     of_ranks = ("best_of_blocks", "accept_best", "sum_of_ranks")
-    names = (*others, *fused, *of_ranks)
+    names = (*others, *fused, *of_gpus, *of_ranks)
     elsewhere = {f"mtpbuild::{name}" for name in names}
     written = {op.name() for op in facets({**NODE_FACETS, **CPU.ops})}
     assert written == registered - elsewhere
