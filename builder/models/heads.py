@@ -1,4 +1,4 @@
-"""The kinds of heads that are published apart from their trunk, and draft in its steps."""
+"""The kinds of heads that draft in their trunk's steps in place of MTP modules."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -25,74 +25,75 @@ Trunk = TypeVar("Trunk", bound=ModelConfig)
 class Head:
     """A kind of head.
 
-    rename: a tensor's name in the model, None for one that is not read. attach: puts the head of
-    the model's configuration in place of its modules. gguf: the architectures of its GGUF files,
-    whose tensors are renamed as those of safetensors files.
+    attach: puts the head of the model's configuration in place of its modules.
     """
 
     config: type[HeadConfig]
+    weights: "Callable[[Any], Iterator[Weight]]"
+    attach: "Callable[[CausalLM], object]"
+
+
+@dataclass(frozen=True)
+class PublishedHead(Head):
+    """A kind of head that is published apart from its trunk.
+
+    rename: a tensor's name in the model, None for one that is not read. gguf: the architectures of
+    its GGUF files, whose tensors are renamed as those of safetensors files.
+    """
+
     recognises: Callable[[Mapping[str, Any]], bool]  # its config.json
     # (its config.json, the trunk's configuration, its tensors' names without prefix)
     read: Callable[[Mapping[str, Any], ModelConfig, set[str]], HeadConfig]
     rename: Callable[[str], str | None]
-    weights: "Callable[[Any], Iterator[Weight]]"
-    attach: "Callable[[CausalLM], object]"
-    gguf: "Callable[[], tuple[Architecture, ...]]"
+    gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
 
 
-def refuse_apart(raw: Mapping[str, Any], trunk: ModelConfig, tensors: set[str]) -> HeadConfig:
-    """Raise CheckpointError: this kind of head is not published apart from its trunk."""
-    raise CheckpointError("a DSpark head is read from its trunk's own checkpoint")
-
-
-HEADS = (
-    Head(
+PUBLISHED = (
+    PublishedHead(
         Eagle3Config,
+        import_lazily(f"{FOLDER}.eagle3.weights", "list_eagle3_weights"),
+        import_lazily(f"{FOLDER}.eagle3.model", "attach_head"),
         is_eagle3,
         Eagle3Config.of,
         import_lazily(f"{FOLDER}.eagle3.weights", "rename_tensor"),
-        import_lazily(f"{FOLDER}.eagle3.weights", "list_eagle3_weights"),
-        import_lazily(f"{FOLDER}.eagle3.model", "attach_head"),
         import_lazily(f"{FOLDER}.eagle3.gguf", "list_heads"),
     ),
-    Head(
+    PublishedHead(
         AssistantConfig,
+        import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
+        import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
         is_assistant,
         AssistantConfig.of,
         import_lazily(f"{FOLDER}.gemma4.assistant", "rename_tensor"),
-        import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
-        import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
         import_lazily(f"{FOLDER}.gemma4.gguf", "list_heads"),
     ),
-    Head(
+    PublishedHead(
         DFlashConfig,
+        import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
+        import_lazily(f"{FOLDER}.dflash.model", "attach_dflash"),
         is_dflash,
         DFlashConfig.of,
         import_lazily(f"{FOLDER}.dflash.weights", "rename_dflash_tensor"),
-        import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
-        import_lazily(f"{FOLDER}.dflash.model", "attach_dflash"),
-        tuple,
     ),
-    Head(
+)
+HEADS = (
+    *PUBLISHED,
+    Head(  # in its trunk's own checkpoint (`Family.find_head`)
         DSparkConfig,
-        lambda raw: False,  # it is in its trunk's own checkpoint (`Family.find_head`)
-        refuse_apart,
-        lambda name: None,
         import_lazily(f"{FOLDER}.deepseek_v4.weights", "list_dspark_weights"),
         import_lazily(f"{FOLDER}.deepseek_v4.dspark", "attach_dspark"),
-        tuple,
     ),
 )
 
 
-def find_head(raw: Mapping[str, Any]) -> Head | None:
+def find_head(raw: Mapping[str, Any]) -> PublishedHead | None:
     """Return the kind of head that a config.json describes; None if it is none of them."""
-    return next((head for head in HEADS if head.recognises(raw)), None)
+    return next((head for head in PUBLISHED if head.recognises(raw)), None)
 
 
 def list_gguf_heads() -> "dict[str, Architecture]":
     """Return the architectures of heads' GGUF files, by name."""
-    return {kind.name: kind for head in HEADS for kind in head.gguf()}
+    return {kind.name: kind for head in PUBLISHED for kind in head.gguf()}
 
 
 def find_head_of(config: HeadConfig) -> Head:

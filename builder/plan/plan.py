@@ -232,7 +232,7 @@ def make_state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     for more in family.more_rows(c):
         shape = (B, 1, plan.count_rows(more.window), more.width)
         name, owner = name_layer_state(more.name, more.layer), f"layers.{more.layer}"
-        specs.append(make_rows_spec(name, owner, plan.dtype, shape, ring=more.window > 0))
+        specs.append(make_rows_spec(name, owner, dtype, shape, ring=more.window > 0))
     specs += [state.spec(B) for state in family.recurrent(c, plan.ranks)]
     specs += [
         step_spec("lengths", "int64", (B,)),

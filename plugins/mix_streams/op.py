@@ -88,9 +88,8 @@ def mix_joined_streams(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `join_branch`, then `mix_streams` of the joined streams, which are the third result."""
-    x = join_branch._init_fn(x, branch, weights)
-    sizes = iterations, eps, norm_eps
-    return *mix_streams._init_fn(x, fn, base, scale, norm, *sizes), x
+    x = join_branch(x, branch, weights)
+    return *mix_streams(x, fn, base, scale, norm, iterations, eps, norm_eps), x
 
 
 @define(lambda x, norm: x.new_empty(*x.shape[:-1], norm.shape[0]), NODE)

@@ -62,7 +62,7 @@ def stream_rows_write(
     memory. If the cache has another type, the rows are rounded to that type.
     """
     R = 2 * cos.shape[-1]
-    latent, fresh = stream_rows._init_fn(a, q_norm, kv_norm, cos, sin, eps)
+    latent, fresh = stream_rows(a, q_norm, kv_norm, cos, sin, eps)
     rounded, fresh = round_as(cache, fresh, [kv_norm.shape[0] - R, R])
     write = write_ring if ring else kv_write
     return latent, fresh, write(cache, rounded, start)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
-from tests.support.deepseek_v4 import BLOCKS, load_plain, save, store_experts_in_fp4
+from tests.support.deepseek_v4 import BLOCKS, draft_in_chain, load_plain, save, store_experts_in_fp4
 from tests.support.known_text import take_steps
 from tests.support.opened import load_model
 from tests.support.requests import build, build_request, plan_model, quantize
@@ -75,26 +76,6 @@ def test_chunks_are_the_plain_model(spelling: dict[str, Any], tmp_path: Path) ->
 
 
 @torch.no_grad()
-def draft_in_chain(plain: Any, tokens: list[int]) -> list[Tensor]:
-    """Return the logits [V] of each draft after tokens, from scratch."""
-    known = torch.tensor([tokens])
-    following, hidden = known[:, 1:], plain.main(known[:, :-1])
-    logits = list[Tensor]()
-    for _ in range(NEXTN):
-        y = plain.mtp(1, following, hidden)[:, -1:]
-        logits.append(plain.draft_logits(1, y)[0, 0])
-        following = torch.cat([following, logits[-1].argmax()[None, None]], 1)
-        hidden = torch.cat([hidden, y], 1)
-    return logits
-
-
-@torch.no_grad()
-def draft_block(plain: Any, tokens: list[int]) -> list[Tensor]:
-    logits: list[Tensor] = plain.draft_block(tokens, NEXTN)
-    return logits
-
-
-@torch.no_grad()
 def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         logits = plain.logits(plain.main(torch.tensor([tokens])))
@@ -102,6 +83,7 @@ def continue_plainly(plain: Any, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
+@torch.no_grad()
 def check_drafts(
     model: Any,
     plain: Any,
@@ -114,12 +96,12 @@ def check_drafts(
     Rows of 4 tokens close at every place of a window, whose drafts are rejected at every place.
     """
     plan, rng = Plan(model.config, NEXTN, drafter, 1, 200, CHUNK), np.random.default_rng(0)
-    draft = draft_block if drafter == "mtp-block" else draft_in_chain
+    draft = plain.draft_block if drafter == "mtp-block" else partial(draft_in_chain, plain)
     for length in lengths:
         prompt = rng.integers(0, 60, length).tolist()
         truth = continue_plainly(plain, prompt, steps * (NEXTN + 1))
         for tokens, drafts in take_steps(plan, model, prompt, truth, 60):
-            wanted = [int(logits.argmax()) for logits in draft(plain, tokens)]
+            wanted = [int(logits.argmax()) for logits in draft(tokens, NEXTN)]
             assert drafts == wanted, "drafts differ"
 
 

@@ -1,14 +1,14 @@
 """DeepSeek-V4's texts and drafts, step by step, by llama.cpp's server beside the plain model."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support import llama_cpp
-from tests.support.deepseek_v4 import load_plain, save
+from tests.support.deepseek_v4 import draft_in_chain, load_plain, save
 from tests.support.deepseek_v4_gguf import write
 from tests.support.llama_cpp import COUNT, NEXTN
 
@@ -34,25 +34,6 @@ def continue_greedily(trunk: Any, prompt: list[int]) -> list[int]:
     return answer
 
 
-@torch.no_grad()
-def draft(plain: Any, tokens: list[int], *, pad: bool) -> list[Tensor]:
-    """Return the logits [V] of each draft after tokens.
-
-    pad: whether the first token has a row, too, beside a hidden state of zeros.
-    """
-    known = torch.tensor([tokens])
-    following, hidden = known[:, 1:], plain.main(known[:, :-1])
-    if pad:
-        following, hidden = known, torch.cat([torch.zeros_like(hidden[:, :1]), hidden], 1)
-    logits = list[Tensor]()
-    for _ in range(NEXTN):
-        y = plain.mtp(1, following, hidden)[:, -1:]
-        logits.append(plain.draft_logits(1, y)[0, 0])
-        following = torch.cat([following, logits[-1].argmax()[None, None]], 1)
-        hidden = torch.cat([hidden, y], 1)
-    return logits
-
-
 def check(folder: Path, lengths: tuple[int, ...], *, pad: bool = False, **sizes: Any) -> None:
     """Check texts and drafts after prompts of these lengths."""
     torch.set_num_threads(1)
@@ -66,14 +47,13 @@ def check(folder: Path, lengths: tuple[int, ...], *, pad: bool = False, **sizes:
         write(folder / name, folder / "stored", head=head, more=write_texts)
         for name, head in (("t.gguf", False), ("h.gguf", True))
     ]
+    draft = partial(draft_in_chain, plain, nextn=NEXTN, pad=pad)
     with llama_cpp.started("draft-mtp", *files) as server:
         for length in lengths:
             torch.manual_seed(length)
             prompt = torch.randint(3, SIZES["vocab_size"], (length,)).tolist()
             wanted = continue_greedily(trunk, prompt)
-            llama_cpp.check_drafts(
-                server, prompt, wanted, lambda tokens: draft(plain, tokens, pad=pad), NEAR
-            )
+            llama_cpp.check_drafts(server, prompt, wanted, draft, NEAR)
 
 
 @pytest.mark.parametrize("yarn", [True, False])

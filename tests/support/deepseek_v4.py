@@ -184,3 +184,22 @@ def load_plain(folder: Path) -> Any:
     values = {name: checkpoint.read(name) for name in plain.state_dict()}
     plain.load_state_dict(values)
     return plain.eval()
+
+
+@torch.no_grad()
+def draft_in_chain(plain: Any, tokens: list[int], nextn: int, *, pad: bool = False) -> list[Tensor]:
+    """Return the logits [V] of each draft of the module after tokens, from scratch.
+
+    pad: whether the first token has a row, too, beside a hidden state of zeros.
+    """
+    known = torch.tensor([tokens])
+    following, hidden = known[:, 1:], plain.main(known[:, :-1])
+    if pad:
+        following, hidden = known, torch.cat([torch.zeros_like(hidden[:, :1]), hidden], 1)
+    logits = list[Tensor]()
+    for _ in range(nextn):
+        y = plain.mtp(1, following, hidden)[:, -1:]
+        logits.append(plain.draft_logits(1, y)[0, 0])
+        following = torch.cat([following, logits[-1].argmax()[None, None]], 1)
+        hidden = torch.cat([hidden, y], 1)
+    return logits

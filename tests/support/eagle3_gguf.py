@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
 from tests.reference.eagle3 import TAPS
-from tests.support.gguf_files import usual, write_tensors
+from tests.support.gguf_files import usual, write_sizes, write_tensors
 
 GGUF_NAMES = {
     "fc": "fc", "input_norm": "enc.output_norm", "norm": "output_norm",
@@ -34,18 +34,7 @@ def write_gguf_head(
     """
     writer = gguf.GGUFWriter(path, "eagle3")
     keys(writer)
-    writer.add_block_count(1)
-    writer.add_vocab_size(raw["vocab_size"])
-    writer.add_context_length(raw["max_position_embeddings"])
-    writer.add_embedding_length(raw["hidden_size"])
-    writer.add_feed_forward_length(raw["intermediate_size"])
-    writer.add_head_count(raw["num_attention_heads"])
-    writer.add_head_count_kv(raw["num_key_value_heads"])
-    writer.add_key_length(raw["head_dim"])
-    writer.add_value_length(raw["head_dim"])
-    writer.add_rope_dimension_count(raw["head_dim"])
-    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_rope_freq_base(raw["rope_theta"])
+    write_sizes(writer, raw, 1)
     writer.add_array("eagle3.target_layers", raw[TAPS])
     writer.add_uint32("eagle3.target_hidden_size", raw["target_hidden_size"])
     for key in ("norm_before_residual", "norm_before_fc"):

@@ -78,6 +78,22 @@ def split_head(tensors: dict[str, Array], layers: int) -> tuple[dict[str, Array]
     return trunk, top | {n: v for n, v in tensors.items() if n.startswith(own)}
 
 
+def write_sizes(writer: gguf.GGUFWriter, raw: dict[str, Any], layers: int) -> None:
+    """Write the keys of a dense head's sizes; raw: its config.json."""
+    writer.add_block_count(layers)
+    writer.add_vocab_size(raw["vocab_size"])
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(raw["num_attention_heads"])
+    writer.add_head_count_kv(raw["num_key_value_heads"])
+    writer.add_key_length(raw["head_dim"])
+    writer.add_value_length(raw["head_dim"])
+    writer.add_rope_dimension_count(raw["head_dim"])
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+
+
 def usual(main: Type) -> TypeOf:
     """Return the types of a file of type `main`: vectors, routers and convolutions in fp32."""
 

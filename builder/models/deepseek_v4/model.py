@@ -262,12 +262,6 @@ class DeepseekV4(CausalLM):
         return self.head(self.hc_head(hidden, self.norm), self.lm_head, gather)
 
 
-def average_streams(streams: Streams, count: int) -> Tensor:
-    """Return the mean [B, T, E] of the streams, by additions alone."""
-    first, *others = streams.join().chunk(count, dim=-1)
-    return sum(others, first) / count
-
-
 def name_states(new: State, layer: int) -> State:
     """Return a layer's caches under the engine's names."""
     return {name_layer_state(name, layer): tensor for name, tensor in new.items()}
