@@ -76,11 +76,14 @@ def test_trunk_then_modules(tmp_path: Path, recipe: str, modules: int) -> None:
 def test_a_small_deepseek_v4(tmp_path: Path) -> None:
     """A trained one is measured by the script itself; here texts are of a model that knows none."""
     lines = run("deepseek_v4.py", tmp_path, "--small")
-    engine, plain, texts = lines[-3:]
-    assert engine.removeprefix("engine").strip() == plain.removeprefix("plain model").strip()
-    assert engine.endswith("steps 96")
+    for engine, plain, texts in (lines[-6:-3], lines[-3:]):  # of the module, of the DSpark head
+        assert engine.removeprefix("engine").strip() == plain.removeprefix("plain model").strip()
+        assert texts.startswith("1 of 1 texts are the plain model's")
+    assert lines[-6].endswith("steps 96")
     checkpoint, read = open_checkpoint(tmp_path), load_config(tmp_path)
     checkpoint.check(read)
     assert read.num_nextn_predict_layers == 1
     assert checkpoint.tensors["model.layers.0.mlp.gate.tid2eid"].dtype == "I64"
-    assert texts.startswith("1 of 1 texts are the plain model's")
+    read = load_config(tmp_path / "dspark")
+    open_checkpoint(tmp_path / "dspark").check(read)
+    assert read.head is not None

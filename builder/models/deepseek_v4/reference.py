@@ -380,16 +380,30 @@ class PlainDeepseekV4(PlainLM):
 
         drafts: those that were drawn from them; without them a draft is their argmax.
         """
-        head: Any = self.config.head
-        stages: Any = self._modules["mtp"]
         streams = self.run(torch.tensor([tokens[:-1]]))
-        taps = [streams[i].mean(2) for i in head.taps]
-        context = stages[0].main_norm(stages[0].main_proj(torch.cat(taps, -1)))
-        x = self.open_streams(torch.tensor([[tokens[-1], *[head.mask_token_id] * (nextn - 1)]]))
-        for stage in stages:
-            x = stage.run_block(x, context)
-        last, biased, token = stages[-1], list[Tensor](), tokens[-1]
-        for k, logits in enumerate(self.lm_head(last.norm(last.hc_head(x)))[0]):
-            biased.append(logits + last.markov_head(torch.tensor(token)))
+        biased, token = list[Tensor](), tokens[-1]
+        for k, logits in enumerate(self.run_block(streams, torch.tensor([token]), nextn)[0]):
+            biased.append(logits + self.stages[-1].markov_head(torch.tensor(token)))
             token = drafts[k] if drafts else int(biased[-1].argmax())
         return biased
+
+    @property
+    def stages(self) -> Any:
+        """The layers of a DSpark head."""
+        return self._modules["mtp"]
+
+    def run_block(self, streams: Sequence[Tensor], tokens: Tensor, count: int) -> Tensor:
+        """Return the logits [B, count, V] of a block that begins with tokens [B].
+
+        streams: those of all tokens before, as `run` returns them. The Markov head's are left out.
+        """
+        head: Any = self.config.head
+        first, last = self.stages[0], self.stages[-1]
+        taps = [streams[i].mean(2) for i in head.taps]
+        context = first.main_norm(first.main_proj(torch.cat(taps, -1)))
+        masks = torch.full((len(tokens), count - 1), head.mask_token_id)
+        x = self.open_streams(torch.cat([tokens[:, None], masks], 1))
+        for stage in self.stages:
+            x = stage.run_block(x, context)
+        logits: Tensor = self.lm_head(last.norm(last.hc_head(x)))
+        return logits

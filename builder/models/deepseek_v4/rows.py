@@ -49,7 +49,7 @@ class StreamRope(Rope):
         rows = {}
         for r in self.ratios:  # powers of two, by which a frequency is multiplied exactly
             cos, sin, *_ = rotary_rows(
-                near.start // r,
+                torch.div(near.start, r, rounding_mode="trunc"),  # one operator; none is negative
                 None,
                 self.far.inv_freq * r,
                 tokens=count_made(tokens, r),
