@@ -17,7 +17,7 @@ def turn_end(x: Tensor, positions: Tensor, rope: RopeConfig, size: int, sign: in
     """Rotate the last `size` numbers of x [B, T, .., D] in neighbouring pairs by positions [T]."""
     angles = positions.float()[:, None] * compute_inverse_frequencies(rope, size)
     angles = angles.reshape(len(positions), *(1 for _ in x.shape[3:]), -1)
-    pairs = torch.view_as_complex(x[..., -size:].float().unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.complex(x[..., -size::2].float(), x[..., -size + 1 :: 2].float())
     factors = torch.polar(torch.full_like(angles, compute_table_scale(rope)), sign * angles)
     turned = torch.view_as_real(pairs * factors).flatten(-2)
     return torch.cat([x[..., :-size], turned], dim=-1)

@@ -49,7 +49,7 @@ class StreamRope(Rope):
         rows = {}
         for r in self.ratios:  # powers of two, by which a frequency is multiplied exactly
             cos, sin, *_ = rotary_rows(
-                torch.div(near.start, r, rounding_mode="trunc"),  # one operator; none is negative
+                near.start // r,
                 None,
                 self.far.inv_freq * r,
                 tokens=count_made(tokens, r),
