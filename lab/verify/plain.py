@@ -2,12 +2,14 @@
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
@@ -133,7 +135,9 @@ def compare_with_checkpoint(
     config, view = open_view(folder, layers, scheme, mtp)
     if not find_family_of(config).runs_by_layer(config):
         check_size(manifest)
-        return judge_texts(load_plain(folder, layers, scheme), prompts, played, limit)
+        model = load_plain(folder, layers, scheme)
+        with rounded_inputs(build.block_size):
+            return judge_texts(model, prompts, played, limit)
     pairs = [*zip(prompts, played, strict=True)]
     texts = [prompt + text.token_ids[:-1] for prompt, text in pairs]
     drafts = bool(config.num_nextn_predict_layers) and config.head is None and build.nextn > 0
@@ -147,9 +151,31 @@ def compare_with_checkpoint(
                 right.extend(map(operator.eq, guesses, text.token_ids[1:]))
             yield logits
 
-    finding = judge_logits(run(), prompts, played, limit)
+    with rounded_inputs(build.block_size):
+        finding = judge_logits(run(), prompts, played, limit)
     share = {"plain_first_drafts": sum(right) / len(right)} if right else {}
     return replace(finding, figures={**finding.figures, **share})
+
+
+@contextmanager
+def rounded_inputs(block: int | None) -> Iterator[None]:
+    """Round the inputs of products to int8 in blocks, as the CPU kernels do; None: don't.
+
+    Models with large activations would make large differences of what is rounded.
+    """
+
+    def round_input(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not block or not isinstance(module, nn.Linear) or inputs[0].shape[-1] % block:
+            return None
+        blocks = inputs[0].unflatten(-1, (-1, block))
+        scales = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+        return (((blocks / scales).round() * scales).flatten(-2),)
+
+    hook = register_module_forward_pre_hook(round_input)  # type: ignore[arg-type]  # it may return
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()

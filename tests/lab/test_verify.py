@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import PlainDeepseek
 from mtpbuild.builder.plan.plan import Plan
@@ -25,7 +26,7 @@ from mtpbuild.lab.measure.runs import TimedAnswer
 from mtpbuild.lab.verify import verify as module
 from mtpbuild.lab.verify.checks import CHECKS, VerifyCase
 from mtpbuild.lab.verify.distribution import EXPECTED, compute_chi_square_p_value, fit_prefixes
-from mtpbuild.lab.verify.plain import judge_texts, load_plain
+from mtpbuild.lab.verify.plain import judge_texts, load_plain, rounded_inputs
 from mtpbuild.lab.verify.verify import run_check, summarise_checks
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import PROBE_VERSION, Manifest, read_manifest
@@ -309,6 +310,19 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: PlainDeep
     assert not found.passed
     assert f"text 0, token 0: says {second}, the model {best}" in found.detail
     assert "off: other weights" in judge_texts(model, prompts, answer_with(best, 0.1)).detail
+
+
+def test_the_plain_model_rounds_what_int8_kernels_multiply() -> None:
+    """Blocks whose largest numbers are 254 and 127 have numbers that are 2 and 1 apart."""
+    product = torch.nn.Linear(64, 2, bias=False)
+    product.weight.data = torch.ones(2, 64)
+    x = torch.zeros(1, 64)
+    x[0, :2], x[0, 32:34] = torch.tensor([254.0, 3.1]), torch.tensor([127.0, -3.4])
+    with rounded_inputs(32):
+        assert product(x).tolist() == [[254 + 4 + 127 - 3] * 2]
+    with rounded_inputs(None):
+        assert product(x)[0].tolist() == pytest.approx([254 + 3.1 + 127 - 3.4] * 2)
+    assert product(x)[0].tolist() == pytest.approx([254 + 3.1 + 127 - 3.4] * 2)
 
 
 invoke = partial(command, "verify")
