@@ -69,17 +69,19 @@ def check(
     def write_texts(writer: Any) -> None:
         llama_cpp.write_texts(writer, SIZES["vocab_size"])
 
-    files = [
-        write(folder / name, folder / "stored", more=write_texts, **kind)
-        for name, kind in (("t.gguf", {}), ("h.gguf", {"stages": stages, "head": not stages}))
-    ]
+    kind: dict[str, Any] = {"stages": stages, "head": not stages, "more": write_texts}
+    files = (
+        write(folder / "t.gguf", folder / "stored", more=write_texts),
+        write(folder / "h.gguf", folder / "stored", **kind),
+    )
     with llama_cpp.started("draft-dspark" if stages else "draft-mtp", *files) as server:
         for length in lengths:
             torch.manual_seed(length)
             prompt = torch.randint(3, SIZES["vocab_size"], (length,)).tolist()
             wanted = continue_greedily(trunk, prompt)
-            logits = partial(draft, plain, nextn=NEXTN)
-            llama_cpp.check_drafts(server, prompt, wanted, logits, NEAR)
+            llama_cpp.check_drafts(
+                server, prompt, wanted, lambda tokens: draft(plain, tokens, NEXTN), NEAR
+            )
 
 
 @pytest.mark.parametrize("yarn", [True, False])
