@@ -67,7 +67,7 @@ HEADS = (
         is_dflash,
         DFlashConfig.of,
         import_lazily(f"{FOLDER}.dflash.weights", "rename_dflash_tensor"),
-        import_lazily(f"{FOLDER}.dflash.gguf", "list_heads"),  # of DeepSeek-V4's DSpark, too
+        import_lazily(f"{FOLDER}.dflash.gguf", "list_block_heads"),  # of DeepSeek-V4's DSpark, too
     ),
     Head(  # also in its trunk's own checkpoint (`Family.find_head`)
         DSparkConfig,

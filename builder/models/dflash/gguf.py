@@ -39,7 +39,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-def list_heads() -> tuple[Architecture, ...]:
+def list_block_heads() -> tuple[Architecture, ...]:
     return (
         Architecture(
             ARCHITECTURE,
