@@ -57,6 +57,7 @@ class Architecture:
     tokenizer: str = ""  # beginning of tokenizer.ggml.pre, if families share an architecture
     splits: Mapping[str, WordSplit] = field(default_factory=dict)  # by tokenizer.ggml.pre
     experts: str = "mlp.experts"  # in a layer
+    layers: Callable[[GgufFile], str] = lambda file: "model.layers."  # before a layer's number
     modules: str = ""  # prefix of a module's layer before its number; "": layers after the trunk's
     # Beginning of names of tensors outside layers that are a module's if they are in a head's file.
     module_tops: str = ""
@@ -81,7 +82,7 @@ def list_weights(file: GgufFile, architecture: Architecture) -> Iterator[GgufWei
             weight = GgufWeight(TOP.get(name, name), tensor.shape, (tensor,))
             yield architecture.restore(file, name, weight)
     for number, tensors in layers.items():
-        module, layer = number - file.layers, f"model.layers.{number}"
+        module, layer = number - file.layers, f"{architecture.layers(file)}{number}"
         if module >= 0 and any(name.startswith("nextn.") for name in tensors):
             # A module without a final norm has the trunk's.
             tensors.setdefault("nextn.shared_head_norm.weight", file.tensor("output_norm.weight"))

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpbuild.builder.checkpoint.config import HeadConfig, ModelConfig
-from mtpbuild.builder.models.deepseek_v4.config import DSparkConfig
+from mtpbuild.builder.models.deepseek_v4.config import DSparkConfig, is_dspark
+from mtpbuild.builder.models.deepseek_v4.names import rename_dspark_tensor
 from mtpbuild.builder.models.dflash.config import DFlashConfig, is_dflash
 from mtpbuild.builder.models.eagle3.config import Eagle3Config, is_eagle3
 from mtpbuild.builder.models.family import import_lazily
@@ -25,22 +26,14 @@ Trunk = TypeVar("Trunk", bound=ModelConfig)
 class Head:
     """A kind of head.
 
-    attach: puts the head of the model's configuration in place of its modules.
+    attach: puts the head of the model's configuration in place of its modules. rename: a tensor's
+    name in the model, None for one that is not read. gguf: the architectures of its GGUF files,
+    whose tensors are renamed as those of safetensors files.
     """
 
     config: type[HeadConfig]
     weights: "Callable[[Any], Iterator[Weight]]"
     attach: "Callable[[CausalLM], object]"
-
-
-@dataclass(frozen=True)
-class PublishedHead(Head):
-    """A kind of head that is published apart from its trunk.
-
-    rename: a tensor's name in the model, None for one that is not read. gguf: the architectures of
-    its GGUF files, whose tensors are renamed as those of safetensors files.
-    """
-
     recognises: Callable[[Mapping[str, Any]], bool]  # its config.json
     # (its config.json, the trunk's configuration, its tensors' names without prefix)
     read: Callable[[Mapping[str, Any], ModelConfig, set[str]], HeadConfig]
@@ -48,8 +41,8 @@ class PublishedHead(Head):
     gguf: "Callable[[], tuple[Architecture, ...]]" = tuple
 
 
-PUBLISHED = (
-    PublishedHead(
+HEADS = (
+    Head(
         Eagle3Config,
         import_lazily(f"{FOLDER}.eagle3.weights", "list_eagle3_weights"),
         import_lazily(f"{FOLDER}.eagle3.model", "attach_head"),
@@ -58,7 +51,7 @@ PUBLISHED = (
         import_lazily(f"{FOLDER}.eagle3.weights", "rename_tensor"),
         import_lazily(f"{FOLDER}.eagle3.gguf", "list_heads"),
     ),
-    PublishedHead(
+    Head(
         AssistantConfig,
         import_lazily(f"{FOLDER}.gemma4.assistant", "list_assistant_weights"),
         import_lazily(f"{FOLDER}.gemma4.assistant", "attach_assistant"),
@@ -67,33 +60,34 @@ PUBLISHED = (
         import_lazily(f"{FOLDER}.gemma4.assistant", "rename_tensor"),
         import_lazily(f"{FOLDER}.gemma4.gguf", "list_heads"),
     ),
-    PublishedHead(
+    Head(
         DFlashConfig,
         import_lazily(f"{FOLDER}.dflash.weights", "list_dflash_weights"),
         import_lazily(f"{FOLDER}.dflash.model", "attach_dflash"),
         is_dflash,
         DFlashConfig.of,
         import_lazily(f"{FOLDER}.dflash.weights", "rename_dflash_tensor"),
+        import_lazily(f"{FOLDER}.dflash.gguf", "list_block_heads"),  # of DeepSeek-V4's DSpark, too
     ),
-)
-HEADS = (
-    *PUBLISHED,
-    Head(  # in its trunk's own checkpoint (`Family.find_head`)
+    Head(  # also in its trunk's own checkpoint (`Family.find_head`)
         DSparkConfig,
         import_lazily(f"{FOLDER}.deepseek_v4.weights", "list_dspark_weights"),
         import_lazily(f"{FOLDER}.deepseek_v4.dspark", "attach_dspark"),
+        is_dspark,
+        DSparkConfig.of,
+        rename_dspark_tensor,
     ),
 )
 
 
-def find_head(raw: Mapping[str, Any]) -> PublishedHead | None:
+def find_head(raw: Mapping[str, Any]) -> Head | None:
     """Return the kind of head that a config.json describes; None if it is none of them."""
-    return next((head for head in PUBLISHED if head.recognises(raw)), None)
+    return next((head for head in HEADS if head.recognises(raw)), None)
 
 
 def list_gguf_heads() -> "dict[str, Architecture]":
     """Return the architectures of heads' GGUF files, by name."""
-    return {kind.name: kind for head in PUBLISHED for kind in head.gguf()}
+    return {kind.name: kind for head in HEADS for kind in head.gguf()}
 
 
 def find_head_of(config: HeadConfig) -> Head:

@@ -20,7 +20,7 @@ from mtpbuild.builder.gguf.tensors import Architecture, list_weights
 from mtpbuild.builder.lazy_torch import Tensor, torch
 from mtpbuild.builder.models import ModelConfig, find_family_of, load_config
 from mtpbuild.builder.models.common.copies import EMBEDDING
-from mtpbuild.builder.models.heads import PublishedHead, find_head, join_config, list_gguf_heads
+from mtpbuild.builder.models.heads import Head, find_head, join_config, list_gguf_heads
 from mtpbuild.builder.models.modules import (
     PREFIXES,
     count_stored_modules,
@@ -116,7 +116,7 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
     return replace(opened, tensors=tensors, tower=0)
 
 
-def rename_head(kind: PublishedHead, head: Checkpoint) -> Checkpoint:
+def rename_head(kind: Head, head: Checkpoint) -> Checkpoint:
     """Return a head's weights under their names in the model, without what is no weight."""
     named = {kind.rename(name): entry for name, entry in head.tensors.items()}
     tensors = {name: entry for name, entry in named.items() if name is not None}

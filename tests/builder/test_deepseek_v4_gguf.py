@@ -11,11 +11,14 @@ from gguf import GGMLQuantizationType as Type
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import list_entries, open_checkpoint
+from mtpbuild.builder.weights.gguf_folder import find_lone_head
+from mtpbuild.builder.weights.head import open_slice, read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.deepseek_v4 import BLOCKS, save
 from tests.support.deepseek_v4_gguf import write
+from tests.support.families import make_family, save_family
 from tests.support.gguf_files import dequantised
 from tests.support.requests import build, build_request
 
@@ -42,6 +45,50 @@ def test_weights_and_configuration(yarn: bool, tmp_path: Path) -> None:
     assert read.tensors.keys() == wanted.tensors.keys()
     for name in wanted.tensors:
         assert torch.equal(read.read(name), wanted.read(name).float()), name
+
+
+SPELLING: dict[str, Any] = {"native": True, "heavy": 128, "rms_norm_eps": EPS, "hc_eps": EPS}
+
+
+@pytest.mark.parametrize("head", ["mtp-a.gguf", "b/head.gguf", "stored"])
+def test_a_dspark_head(head: str, tmp_path: Path) -> None:
+    """It is its trunk's own, to the bit: beside a GGUF trunk, named, and in safetensors files."""
+    stored, place = tmp_path / "stored", tmp_path / head
+    save(stored, stages=2, swiglu_limit=0.75, **SPELLING)
+    path = write(tmp_path / "a.gguf", stored)
+    if place != stored:
+        write(place, stored, stages=2)
+    folder = find_model(str(path)).folder
+    named = find_lone_head(folder) or place
+    assert named == place
+    config = read_head_config(named, folder, load_config(folder))
+    assert config == load_config(stored)
+    read, wanted = open_slice(folder, None, named), open_checkpoint(stored)
+    read.check(config)
+    assert wanted.tensors.keys() - read.tensors.keys() == {CONFIDENCES}
+    for name in read.tensors:
+        assert torch.equal(read.read(name), wanted.read(name).float()), name
+
+
+CONFIDENCES = "mtp.1.confidence_head.proj.weight"  # which no step reads
+OTHERS = {
+    "swiglu_limit": "its trunk has swiglu_limit 0.5, the model 0.75",
+    "sliding_window": "its trunk has sliding_window 16, the model 8",
+    "vocab_size": "its trunk has vocab_size 64, the model 60",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [*zip(OTHERS, (0.5, 16, 64), strict=True)])
+def test_a_dspark_head_of_another_model(key: str, value: Any, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"swiglu_limit": 0.75} | {key: value}
+    save(tmp_path / "stored", swiglu_limit=0.75, **SPELLING)
+    save(tmp_path / "other", stages=1, **SPELLING | sizes)
+    head = write(tmp_path / "head.gguf", tmp_path / "other", stages=1)
+    with pytest.raises(CheckpointError, match=OTHERS[key]):
+        read_head_config(head, tmp_path / "stored", load_config(tmp_path / "stored"))
+    folder = save_family(tmp_path / "qwen3", "qwen3", make_family("qwen3"))
+    with pytest.raises(CheckpointError, match="of DeepSeek-V4, which the model is not"):
+        read_head_config(head, folder, load_config(folder))
 
 
 WIDE: dict[str, Any] = {  # rows are whole blocks of 256
@@ -98,11 +145,13 @@ def test_quantised_files(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_engines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [0, 2])
+def test_engines(stages: int, tmp_path: Path) -> None:
     """They hold experts in FP4 and other products in int8; drafts change no text."""
-    save(tmp_path / "stored", native=True, heavy=128, **BLOCKS)
+    save(tmp_path / "stored", native=True, heavy=128, stages=stages, **BLOCKS)
     path = write(tmp_path / "a.gguf", tmp_path / "stored", type_of=type_of("MXFP4"))
-    write(tmp_path / "mtp-a.gguf", tmp_path / "stored", head=True, type_of=type_of("MXFP4"))
+    head: dict[str, Any] = {"stages": stages, "head": not stages, "type_of": type_of("MXFP4")}
+    write(tmp_path / "mtp-a.gguf", tmp_path / "stored", **head)
     settings = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     built, texts = build(build_request(path, (0, 3), out=tmp_path / "e", max_seq_len=256)), []
     entries = list_entries(built[0].folder / WEIGHTS)

@@ -1,14 +1,16 @@
 """DeepSeek-V4's texts and drafts, step by step, by llama.cpp's server beside the plain model."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support import llama_cpp
-from tests.support.deepseek_v4 import draft_in_chain, load_plain, save
+from tests.support.deepseek_v4 import draft_in_chain, load_plain, move_windows, save
 from tests.support.deepseek_v4_gguf import write
 from tests.support.llama_cpp import COUNT, NEXTN
 
@@ -34,26 +36,52 @@ def continue_greedily(trunk: Any, prompt: list[int]) -> list[int]:
     return answer
 
 
-def check(folder: Path, lengths: tuple[int, ...], *, pad: bool = False, **sizes: Any) -> None:
-    """Check texts and drafts after prompts of these lengths."""
+Draft = Callable[[Any, list[int], int], list[Tensor]]  # the plain model, tokens, nextn
+
+
+@torch.no_grad()
+def draft_block(plain: Any, tokens: list[int], nextn: int) -> list[Tensor]:
+    logits: list[Tensor] = plain.draft_block(tokens, nextn)
+    return logits
+
+
+@torch.no_grad()
+def draft_with_moving_windows(plain: Any, tokens: list[int], nextn: int) -> list[Tensor]:
+    move_windows(plain)
+    logits: list[Tensor] = plain.draft_block(tokens, nextn)
+    return logits
+
+
+def check(
+    folder: Path,
+    lengths: tuple[int, ...],
+    draft: Draft = draft_in_chain,
+    *,
+    stages: int = 0,
+    **sizes: Any,
+) -> None:
+    """Check texts and drafts after prompts of these lengths; stages: of a DSpark head."""
     torch.set_num_threads(1)
-    trunk = save(folder / "stored", native=True, heavy=128, **SIZES | sizes)
+    spelling: dict[str, Any] = {"native": True, "heavy": 128, "stages": stages, "markov": 0.25}
+    trunk = save(folder / "stored", **spelling, **SIZES | sizes)
     plain = load_plain(folder / "stored")
 
     def write_texts(writer: Any) -> None:
         llama_cpp.write_texts(writer, SIZES["vocab_size"])
 
-    files = [
-        write(folder / name, folder / "stored", head=head, more=write_texts)
-        for name, head in (("t.gguf", False), ("h.gguf", True))
-    ]
-    draft = partial(draft_in_chain, plain, nextn=NEXTN, pad=pad)
-    with llama_cpp.started("draft-mtp", *files) as server:
+    kind: dict[str, Any] = {"stages": stages, "head": not stages, "more": write_texts}
+    files = (
+        write(folder / "t.gguf", folder / "stored", more=write_texts),
+        write(folder / "h.gguf", folder / "stored", **kind),
+    )
+    with llama_cpp.started("draft-dspark" if stages else "draft-mtp", *files) as server:
         for length in lengths:
             torch.manual_seed(length)
             prompt = torch.randint(3, SIZES["vocab_size"], (length,)).tolist()
             wanted = continue_greedily(trunk, prompt)
-            llama_cpp.check_drafts(server, prompt, wanted, draft, NEAR)
+            llama_cpp.check_drafts(
+                server, prompt, wanted, lambda tokens: draft(plain, tokens, NEXTN), NEAR
+            )
 
 
 @pytest.mark.parametrize("yarn", [True, False])
@@ -64,6 +92,20 @@ def test_llama_cpp_drafts_the_same(yarn: bool, tmp_path: Path) -> None:
 
 def test_llama_cpp_has_a_row_of_the_first_token(tmp_path: Path) -> None:
     """Beside zeros, while the window sees it; by the formula there is none (docs/models.md)."""
-    check(tmp_path, (5,), pad=True, sliding_window=300)
+    check(tmp_path, (5,), partial(draft_in_chain, pad=True), sliding_window=300)
     with pytest.raises(AssertionError, match="differs by"):
         check(tmp_path, (5,), sliding_window=300)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_llama_cpp_drafts_the_same_blocks(stages: int, tmp_path: Path) -> None:
+    """While the window sees the whole context."""
+    check(tmp_path, (5, 20), draft_block, stages=stages, sliding_window=64)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_llama_cpp_moves_the_window_in_a_block(stages: int, tmp_path: Path) -> None:
+    """By the formula all of a block sees the same rows before it (docs/models.md)."""
+    check(tmp_path, (5, 140), draft_with_moving_windows, stages=stages)
+    with pytest.raises(AssertionError, match="differs by"):
+        check(tmp_path, (5, 140), draft_block, stages=stages)

@@ -23,12 +23,13 @@ from mtpbuild.builder.models.common.weight import convert_weights, join_slices
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
 from mtpbuild.builder.program.opened_model import open_model
-from mtpbuild.builder.weights.head import read_head_config
+from mtpbuild.builder.weights.head import open_head, read_head_config
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from tests.reference.dflash import MASK, SIZES, SLIDING, PlainBlockHead, make_head
 from tests.reference.eager import EagerPrograms
 from tests.reference.sampling import plain_text
+from tests.support.dflash_gguf import write_gguf_head
 from tests.support.families import make_family, save_family
 from tests.support.forced import Run
 from tests.support.invoke import refusal
@@ -224,6 +225,42 @@ def test_refusals(flags: tuple[str, ...], why: str, tmp_path: Path) -> None:
     assert why in refusal(
         "build", "--model", folder, "--mtp", tmp_path / "head", "--dry-run", *flags
     )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gguf_head_is_the_one_that_it_was_made_from(form: str, tmp_path: Path) -> None:
+    """In its configuration and its weights, to the bit."""
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    eps = {"rms_norm_eps": 2**-17}  # a file has it in fp32
+    file = write_gguf_head(tmp_path / "a.gguf", *save_head(tmp_path / "head", form, trunk, eps))
+    config, places = load_config(folder), (tmp_path / "head", file)
+    first, second = (read_head_config(place, folder, config) for place in places)
+    assert first == second
+    wanted, read = (open_head(place, config) for place in places)
+    assert wanted.tensors.keys() == read.tensors.keys()
+    for name in wanted.tensors:
+        assert torch.equal(wanted.read(name), read.read(name)), name
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("conv_kernel_size", "DFlash2 heads, with convolutions"),
+        ("logit_scale", "output_multiplier 2 is not supported"),
+        ("hyper_connection.count", "no key dflash.expert_gating_func"),
+        ("sample_from_anchor", "sample_from_anchor must be true or false, not 2"),
+    ],
+)
+def test_wrong_gguf_heads(key: str, why: str, tmp_path: Path) -> None:
+    trunk = make_family("qwen3")
+    folder = save_family(tmp_path / "qwen3", "qwen3", trunk)
+    raw, weights = save_head(tmp_path / "head", "dflash", trunk)
+    file = write_gguf_head(
+        tmp_path / "a.gguf", raw, weights, lambda file: file.add_uint32(f"dflash.{key}", 2)
+    )
+    with pytest.raises(CheckpointError, match=re.escape(why)):
+        read_head_config(file, folder, load_config(folder))
 
 
 def test_a_block_needs_its_head(tmp_path: Path) -> None:

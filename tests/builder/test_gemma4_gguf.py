@@ -188,7 +188,7 @@ def test_wrong_heads(tmp_path: Path) -> None:
     other = write_head(tmp_path / "other.gguf", make_assistant("dense", backbone=40))
     assert refuse(other).startswith("its trunk has backbone_hidden_size 40, the model 24")
     assert refuse(path).startswith(
-        "architecture gemma4: only eagle3, gemma4-assistant, gemma4_mtp are read here"
+        "architecture gemma4: only eagle3, gemma4-assistant, gemma4_mtp, dflash are read here"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,13 @@ def save(
     yarn: bool = True,
     native: bool = False,
     stages: int = 0,
+    markov: float = 1.0,
     **sizes: Any,
 ) -> Any:
     """Write trunk and module; return transformers' trunk.
 
     native: in DeepSeek's own spelling. stages: layers of a DSpark head in place of the module.
+    markov: a factor of that head's biases by the token before.
     """
     last = len(KINDS) - 1
     for _ in range(stages - 1):
@@ -78,7 +81,7 @@ def save(
         place = int(match[1]) - last if match else -1
         named[f"mtp.{place}.{match[2]}" if match and place >= 0 else name] = value
     E, V = whole.config.hidden_size, whole.config.vocab_size
-    joints = make_dspark_joints(E, V, stages) if stages else make_joints(E)
+    joints = make_dspark_joints(E, V, stages, markov) if stages else make_joints(E)
     save_file(named | joints, folder / "model.safetensors", {"format": "pt"})
     raw = json.loads((folder / "config.json").read_text())
     raw |= {key: raw[key][:last] for key in ("layer_types", "mlp_layer_types")}
@@ -104,7 +107,7 @@ def add_layer(sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes | more | {"num_hidden_layers": sizes["num_hidden_layers"] + 1}
 
 
-def make_dspark_joints(E: int, V: int, stages: int) -> dict[str, Tensor]:
+def make_dspark_joints(E: int, V: int, stages: int, markov: float) -> dict[str, Tensor]:
     """Draw what a DSpark head has beside its layers, under DeepSeek's names; V: the vocabulary."""
     rank, N, last = DSPARK["dspark_markov_rank"], 4, f"mtp.{stages - 1}"
     taps = len(DSPARK["dspark_target_layer_ids"])
@@ -115,7 +118,7 @@ def make_dspark_joints(E: int, V: int, stages: int) -> dict[str, Tensor]:
         f"{last}.hc_head_fn": 0.1 * torch.randn(N, N * E),
         f"{last}.hc_head_base": torch.randn(N),
         f"{last}.hc_head_scale": torch.randn(1),
-        f"{last}.markov_head.markov_w1.weight": torch.randn(V, rank),
+        f"{last}.markov_head.markov_w1.weight": markov * torch.randn(V, rank),
         f"{last}.markov_head.markov_w2.weight": torch.randn(V, rank),
         f"{last}.confidence_head.proj.weight": torch.randn(1, E + rank),
     }
@@ -184,6 +187,24 @@ def load_plain(folder: Path) -> Any:
     values = {name: checkpoint.read(name) for name in plain.state_dict()}
     plain.load_state_dict(values)
     return plain.eval()
+
+
+def move_windows(plain: Any) -> None:
+    """Let each token of a DSpark head's block see as many rows as are in a window, itself included.
+
+    By the formula all see the same rows before the block, and the block.
+    """
+    for stage in plain._modules["mtp"]:  # `mtp` is a method, too
+        stage.self_attn.attend = partial(attend_to_own_window, stage.self_attn)
+
+
+def attend_to_own_window(
+    attention: Any, latent: Tensor, place: Tensor, rows: Tensor, seen: Tensor
+) -> Tensor:
+    at = place[-1] + 1 - rows.shape[1] + torch.arange(rows.shape[1])
+    seen = seen & (at > place[:, None] - attention.config.sliding_window)
+    result: Tensor = type(attention).attend(attention, latent, place, rows, seen)
+    return result
 
 
 @torch.no_grad()

@@ -53,6 +53,12 @@ NAMES = {  # of a layer, DeepSeek's and GGUF's
 ENDS = {"embed.weight": "token_embd.weight", "norm.weight": "output_norm.weight"} | {
     "head.weight": "output.weight"
 }
+DSPARK_ENDS = {  # of the first and the last stage
+    "main_proj.weight": "fc.weight", "main_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight", "confidence_head.proj.weight": "conf_proj.weight",
+    **{f"markov_head.markov_w{i}.weight": f"markov_w{i}.weight" for i in (1, 2)},
+    **{f"hc_head_{part}": f"output_hc_{part}.weight" for part in ("fn", "base", "scale")},
+}  # fmt: skip
 STREAM_HEAD = re.compile(r"(?:mtp\.0\.)?hc_head_(fn|base|scale)")
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up"}
 
@@ -83,6 +89,20 @@ def convert(tensors: dict[str, Tensor], raw: dict[str, Any], *, head: bool) -> d
         name: value.numpy().astype(np.int32 if value.dtype == torch.int64 else np.float32)
         for name, value in converted.items()
     }
+
+
+def convert_dspark(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Array]:
+    """Return the tensors of a DSpark head's file: its stages are the layers of a trunk."""
+    stages, ends = dict[str, Tensor](), dict[str, Tensor]()
+    for name, value in tensors.items():
+        if name.startswith("mtp."):
+            stem = name.split(".", 2)[2]
+            if stem in DSPARK_ENDS:
+                ends[DSPARK_ENDS[stem]] = value
+            else:
+                stages[name.replace("mtp.", "layers.", 1)] = value
+    floats = {name: value.float().numpy() for name, value in ends.items()}
+    return floats | convert(stages, raw, head=False)
 
 
 def list_keys(raw: dict[str, Any], *, head: bool) -> dict[str, Any]:
@@ -133,21 +153,41 @@ def list_keys(raw: dict[str, Any], *, head: bool) -> dict[str, Any]:
     return keys | ({"nextn_predict_layers": 1} if head else {})
 
 
+def list_dspark_keys(raw: dict[str, Any], stages: int) -> dict[str, Any]:
+    """Return the keys of a DSpark head, which has those of a trunk of its stages."""
+    changes = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0}
+    keys = list_keys(raw | changes, head=False)
+    del keys["embedding_length_out"]
+    return keys | {
+        "block_size": raw["dspark_block_size"],
+        # The layers whose inputs are read.
+        "target_layers": [i + 1 for i in raw["dspark_target_layer_ids"]],
+        "tokenizer.ggml.mask_token_id": raw["dspark_noise_token_id"],
+    }
+
+
 def write(
     path: Path,
     folder: Path,
     *,
     head: bool = False,
+    stages: int = 0,
     type_of: TypeOf | None = None,
     keys: dict[str, Any] | None = None,
     more: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """Write a file of a checkpoint in DeepSeek's spelling; keys: in the place of others."""
+    """Write a file of a checkpoint in DeepSeek's spelling.
+
+    head: its MTP module's. stages: layers of its DSpark head, whose file is to be written. keys: in
+    the place of others.
+    """
     path.parent.mkdir(exist_ok=True)
     raw = json.loads((folder / "config.json").read_text())
-    tensors = convert(load_file(folder / "model.safetensors"), raw, head=head)
-    writer = gguf.GGUFWriter(path, "deepseek4")
-    benchmark("gguf_gemma4").write_keys(writer, list_keys(raw, head=head) | (keys or {}))
+    stored = load_file(folder / "model.safetensors")
+    listed = list_dspark_keys(raw, stages) if stages else list_keys(raw, head=head)
+    tensors = convert_dspark(stored, raw) if stages else convert(stored, raw, head=head)
+    writer = gguf.GGUFWriter(path, "dflash" if stages else "deepseek4")
+    benchmark("gguf_gemma4").write_keys(writer, listed | (keys or {}))
     if more is not None:
         more(writer)
     write_tensors(writer, tensors, type_of or usual(Type.F32))

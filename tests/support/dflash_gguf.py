@@ -8,6 +8,7 @@ import gguf
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
+from tests.reference.dflash import SLIDING
 from tests.support.dense_gguf import GGUF_NAMES
 from tests.support.gguf_files import usual, write_sizes, write_tensors
 
@@ -22,7 +23,7 @@ def write_gguf_head(
     path: Path,
     raw: dict[str, Any],
     weights: dict[str, Tensor],
-    keys: Callable[[gguf.GGUFWriter], None],
+    keys: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """Write a head in F32.
 
@@ -35,6 +36,9 @@ def write_gguf_head(
     writer.add_uint32("dflash.block_size", raw["block_size"])
     # The layers whose inputs are read.
     writer.add_array("dflash.target_layers", [i + 1 for i in nested["target_layer_ids"]])
+    if raw.get("use_sliding_window"):
+        writer.add_sliding_window(raw["sliding_window"])
+        writer.add_sliding_window_pattern([kind == SLIDING for kind in raw["layer_types"]])
     tensors = dict[str, Any]()
     for name, value in weights.items():
         bare = name.removesuffix(".weight")

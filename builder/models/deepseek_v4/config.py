@@ -1,11 +1,13 @@
 """DeepSeek-V4's `config.json`, in the published spelling and in that of transformers 5.24."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 from mtpbuild.builder.checkpoint.config import (
     COUNT_LIMIT,
+    ModelConfig,
     ModuleInputs,
     ModuleNames,
     MoEConfig,
@@ -18,6 +20,7 @@ from mtpbuild.builder.checkpoint.config import (
 )
 from mtpbuild.builder.models.common.block_config import BlockHeadConfig, read_layer_ids
 from mtpbuild.builder.models.costs import Costs, Split
+from mtpbuild.builder.models.deepseek_v4.names import CONFIDENCE
 from mtpbuild.builder.models.family import CachedRows
 from mtpbuild.runtime.contract.state import BLOCK
 from mtpbuild.runtime.errors import CheckpointError
@@ -30,6 +33,13 @@ RATIOS = {SLIDING: 0, SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
 DSPARK_INPUT = "mtp.0.main_proj.weight"  # a tensor that only a DSpark head has
 CHOOSING = 4  # the published ratio whose layers choose rows
+DSPARK_BLOCK = "dspark_block_size"
+# Values of a head that are its trunk's, and that no shape of a weight tells.
+OF_TRUNK = (
+    "hidden_size", "vocab_size", "num_attention_heads", "head_dim", "qk_rope_head_dim",
+    "sliding_window", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "swiglu_limit",
+    "num_experts_per_tok", "routed_scaling_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +169,42 @@ class DSparkConfig(DeepseekV4Config, BlockHeadConfig):
     def cached_layers(self) -> int:
         return self.stages
 
+    @classmethod
+    def of(cls, raw: Mapping[str, Any], trunk: ModelConfig, tensors: set[str]) -> Self:
+        """Read the values of a head of other files; tensors: its names. Raises CheckpointError."""
+        if not isinstance(trunk, DeepseekV4Config):
+            raise CheckpointError("a DSpark head of DeepSeek-V4, which the model is not")
+        for key in OF_TRUNK:
+            theirs, ours = raw.get(key), getattr(trunk, key)
+            real = type(theirs) in (int, float)
+            if theirs is not None and not (real and math.isclose(theirs, ours, rel_tol=1e-6)):
+                raise CheckpointError(
+                    f"its trunk has {key} {theirs}, the model {ours}: this head is another model's"
+                )
+        numbers = {name.split(".")[1] for name in tensors}
+        return cls.join(trunk, raw, len(numbers))
+
+    @classmethod
+    def join(cls, trunk: DeepseekV4Config, raw: Mapping[str, Any], stages: int) -> Self:
+        """Return the values of a head of so many layers, which are its trunk's but for a few."""
+        read, values = Reader(raw), {part.name: getattr(trunk, part.name) for part in fields(trunk)}
+        read.only(dspark_markov_head_type="vanilla", dspark_window_size=trunk.sliding_window)
+        values |= {"num_nextn_predict_layers": 0, "head": None}
+        return cls(
+            **values,
+            stages=stages,
+            from_anchor=True,
+            block_size=read.integer(DSPARK_BLOCK, 1),
+            mask_token_id=read.integer("dspark_noise_token_id", 0, most=trunk.vocab_size - 1),
+            taps=read_layer_ids(read, "dspark_target_layer_ids", trunk.num_hidden_layers),
+            markov_rank=read.integer("dspark_markov_rank", 1, 256),
+        )
+
+
+def is_dspark(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a checkpoint with such a head."""
+    return raw.get(DSPARK_BLOCK) is not None
+
 
 def find_dspark(
     trunk: DeepseekV4Config, raw: Mapping[str, Any], names: Collection[str]
@@ -167,26 +213,16 @@ def find_dspark(
 
     names: of the tensors; without any, the configuration decides.
     """
-    if not (DSPARK_INPUT in names if names else raw.get("dspark_block_size")):
+    if not (DSPARK_INPUT in names if names else raw.get(DSPARK_BLOCK)):
         return None
-    read, values = Reader(raw), {part.name: getattr(trunk, part.name) for part in fields(trunk)}
-    read.only(dspark_markov_head_type="vanilla", dspark_window_size=trunk.sliding_window)
     ratios = len(raw.get("compress_ratios") or ()) - trunk.num_hidden_layers  # the stages' after it
     stages = trunk.num_nextn_predict_layers if names else max(1, ratios)
-    return DSparkConfig(
-        **values,
-        stages=stages,
-        block_size=read.integer("dspark_block_size", 1),
-        mask_token_id=read.integer("dspark_noise_token_id", 0, most=trunk.vocab_size - 1),
-        taps=read_layer_ids(read, "dspark_target_layer_ids", trunk.num_hidden_layers),
-        markov_rank=read.integer("dspark_markov_rank", 1, 256),
-        from_anchor=True,
-    )
+    return DSparkConfig.join(trunk, raw, stages)
 
 
 def is_left_out(c: DeepseekV4Config, name: str) -> bool:
     """Return whether a tensor is of a head's confidences, which no step reads."""
-    return c.head is not None and ".confidence_head." in name
+    return c.head is not None and CONFIDENCE in name
 
 
 def read_kinds(read: Reader) -> tuple[tuple[int, ...], tuple[bool, ...]]:

@@ -81,14 +81,17 @@ def split_joint(file: GgufFile, layer: str, tensors: LayerTensors) -> Iterator[G
         yield GgufWeight(name, (width, width), (joint,), columns=Columns(i * width, width))
 
 
-def read_config(file: GgufFile) -> Config:
-    """Return what config.json says, in the published spelling."""
+def read_config(file: GgufFile, tokens: int | None = None) -> Config:
+    """Return what config.json says, in the published spelling.
+
+    tokens: the size of the vocabulary, if the file may have no embedding.
+    """
     if (scores := file.key("expert_gating_func")) != SQRT_SOFTPLUS:
         raise CheckpointError(f"{file.path}: expert_gating_func {scores} is not {SQRT_SOFTPLUS}")
     # YaRN does not scale cosines here, which the configuration reads from a missing factor.
     rope = {key: value for key, value in read_rope(file).items() if value is not None}
     return {
-        **read_sizes(file),
+        **read_sizes(file, tokens),
         "head_dim": file.key("attention.key_length"),
         "qk_rope_head_dim": file.key("rope.dimension_count"),
         "q_lora_rank": file.key("attention.q_lora_rank"),

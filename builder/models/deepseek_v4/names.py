@@ -1,5 +1,8 @@
 """DeepSeek's own names of V4's weights, and those of transformers, which are ours."""
 
+from mtpbuild.builder.checkpoint.text_model import find_text_name
+
+CONFIDENCE = ".confidence_head."  # a part of names that no step reads
 RENAMES = (
     (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
     (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
@@ -18,3 +21,9 @@ RENAMES = (
     (r"^(model\.)?embed\.", "model.embed_tokens."), (r"^(model\.)?head\.", "lm_head."),
     (r"^(layers|norm|hc_head)\.", r"model.\1."),
 )  # fmt: skip
+
+
+def rename_dspark_tensor(name: str) -> str | None:
+    """Return the name of a DSpark head's tensor; None for the trunk's, and for confidences."""
+    ours = find_text_name(name, RENAMES) or ""
+    return ours if ours.startswith("mtp.") and CONFIDENCE not in ours else None
