@@ -105,6 +105,10 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
         return named
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored], family.renames)
+    if own := config.head or family.find_head(config, read_text_config(folder), opened.tensors):
+        raise CheckpointError(
+            f"--mtp {place}: {own.title} stays with the trunk in whose files it is: leave --mtp out"
+        )
     names = name_modules(config, opened.tensors)
     tensors = {names[name]: entry for name, entry in opened.tensors.items() if name in names}
     alone = (f"{prefix}{config.module_names.input_proj}.weight" for prefix in PREFIXES)

@@ -20,7 +20,7 @@ from mtpbuild.builder.models.common.block_config import BlockHeadConfig, read_la
 from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.family import CachedRows
 from mtpbuild.runtime.contract.state import BLOCK
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 SLIDING, SPARSE, HEAVY = (
@@ -108,6 +108,11 @@ class DeepseekV4Config(MoEConfig):
 
     def sliced(self, first: int, count: int) -> Self:
         end = first + count
+        if not any(self.ratios[first:end]):
+            raise UsageError(
+                f"--layers {first}-{end - 1} has no layer with compressed rows, which an engine "
+                "needs"
+            )
         return replace(
             super().sliced(first, count),
             ratios=self.ratios[first:end],
