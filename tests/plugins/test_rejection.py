@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ BLOCK_DRAFTERS = {
     "dspark": partial(draft_by_block, markov=True), "dflash": partial(draft_by_block, markov=False)
 }  # fmt: skip
 OTHERS = [pytest.param(mode, marks=FULL) for mode in ("argmax", "block", "strict")]
-MODES: dict[str, dict[str, bool]] = {
+MODES: dict[str, dict[str, Any]] = {
     "rejection": {"rejection": True, "sampled": True},
     "argmax": {"rejection": True, "sampled": False},
     "block": {"rejection": True, "block": True, "sampled": True},
