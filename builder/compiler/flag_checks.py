@@ -5,7 +5,7 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.config import ModelConfig
 from mtpbuild.builder.checkpoint.shards import offer_unnamed_head
 from mtpbuild.builder.compiler.draft_vocab import DRAFT_VOCAB, draft_ids
-from mtpbuild.builder.graph.style import Attends, GraphStyle
+from mtpbuild.builder.graph.style import GraphStyle
 from mtpbuild.builder.models import find_family_of
 from mtpbuild.builder.plan.plan import Nextn, sort_nextns
 from mtpbuild.builder.plan.request import BuildRequest
@@ -57,7 +57,9 @@ def check_calibration(scheme: Scheme | None, config: ModelConfig) -> None:
     """Raise UsageError for a calibration of a model whose layers can't run one by one."""
     family = find_family_of(config)
     if scheme is not None and scheme.calibration is not None and not family.runs_by_layer(config):
-        raise UsageError(f"{family.name}: its layers can't run one by one: leave --calibrate out")
+        raise UsageError(
+            f"{family.name}: its layers can't run one by one, which calibration needs: leave it out"
+        )
 
 
 def choose_draft_ids(
@@ -69,7 +71,9 @@ def choose_draft_ids(
     """
     if config.head:
         if request.draft_vocab is not None:
-            raise UsageError(f"--draft-vocab: {config.head.title} has its own draft vocabulary")
+            raise UsageError(
+                f"--draft-vocab is for MTP modules, not for {config.head.title}: leave it out"
+            )
         return config.draft_ids
     vocab_size = config.vocab_size
     if request.draft_vocab is None:
@@ -116,7 +120,9 @@ def check_style(
 ) -> None:
     """Raise UsageError for a model, or scores, that the form of the target's graphs can't have."""
     family = find_family_of(config)
-    attention = Attends.GROUPED if config.head else family.attention
+    if style.for_gpu and config.head:
+        raise UsageError(f"{config.head.title} has no GPU kernel yet: build for the CPU")
+    attention = family.attention
     if style.for_gpu and attention not in target.gpu_attention:
         can = list_target_names(lambda other: attention in other.gpu_attention)
         where = f"in target {target.name}: build with target {can}, or" if can else "yet: build"

@@ -105,6 +105,11 @@ def open_head(place: Path, config: ModelConfig) -> Checkpoint:
         return named
     refuse_other_model(place, folder, stored, config)
     opened = collect_tensors(folder, [stored], family.renames)
+    if config.head:
+        raise CheckpointError(
+            f"--mtp {place}: MTP modules can't replace {config.head.title}, which the model has: "
+            "leave --mtp out"
+        )
     names = name_modules(config, opened.tensors)
     tensors = {names[name]: entry for name, entry in opened.tensors.items() if name in names}
     alone = (f"{prefix}{config.module_names.input_proj}.weight" for prefix in PREFIXES)

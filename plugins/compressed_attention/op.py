@@ -154,8 +154,8 @@ def choose_compressed(
     padded = F.pad(scores, (0, count), value=float("-inf"))
     least = padded.topk(count, dim=-1).values[..., -1:]
     above, equal = padded > least, padded == least
-    left = count - above.sum(-1, keepdim=True)  # for those with the least score, in their order
-    best = above | (equal & (equal.cumsum(-1) <= left) & (padded > float("-inf")))
+    taken = above.sum(-1, keepdim=True)  # the others have the least score, in their order
+    best = above | (equal & (equal.cumsum(-1) + taken <= count) & (padded > float("-inf")))
     after_all = padded.shape[-1]
     numbers = torch.where(best, torch.arange(after_all, device=q.device), after_all)
     first_ones = numbers.topk(count, dim=-1, largest=False).values

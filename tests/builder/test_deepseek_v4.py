@@ -17,19 +17,22 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config
 from mtpbuild.builder.plan.plan import Plan
 from mtpbuild.builder.plan.recipe import FoundModel
+from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.builder.weights.files import open_checkpoint
 from mtpbuild.builder.weights.head import open_slice
 from mtpbuild.builder.weights.scheme import add_calibration, make_scheme
+from mtpbuild.lab.verify.distribution import compute_chi_square_p_value, fit_prefixes
 from mtpbuild.plugins.compressed_attention import op
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.reference.eager import EagerPrograms
 from tests.support.deepseek_v4 import BLOCKS, draft_in_chain, load_plain, save, store_experts_in_fp4
+from tests.support.invoke import refusal
 from tests.support.known_text import take_steps
 from tests.support.opened import load_model
 from tests.support.requests import build, build_request, plan_model, quantize
 
-NEXTN, CHUNK = 3, 23
+NEXTN, CHUNK, HEAT = 3, 23, 0.7
 FULL = pytest.mark.full
 SPELLINGS: list[dict[str, Any]] = [
     {"heavy": 16},
@@ -238,6 +241,96 @@ def test_engines_continue_as_transformers(nextn: Any, stages: int, tmp_path: Pat
                 torch.testing.assert_close(told, logprobs.amax(-1), atol=1e-4, rtol=1e-4)
 
 
+@FULL
+@pytest.mark.parametrize(("stages", "nextn"), [(0, 3), (2, 5)])
+def test_bfloat16_caches_are_exact(stages: int, nextn: int, tmp_path: Path) -> None:
+    """Texts and log-probabilities of any nextn, chunk and batch, and from cached prefixes."""
+    save(tmp_path / "model", stages=stages, **BLOCKS)
+    prompts = [torch.randint(0, 60, (n,)).tolist() for n in (1, 40, 131, 200)]
+    prompts.append(prompts[-1][:150] + prompts[0])
+    params = [
+        SamplingParams(30, temperature=0.7 * (i % 2), seed=i, ignore_eos=True, logprobs=0)
+        for i in range(len(prompts))
+    ]
+    said = []
+    for drafts, chunk in ((0, 64), (nextn, 23)):
+        flags: dict[str, Any] = {"weights": "int8", "cache_dtype": "bfloat16", "max_batch": 2}
+        flags |= {"max_seq_len": 260, "prefill_chunk": chunk, "out": tmp_path / f"{drafts}"}
+        (built,) = build(build_request(tmp_path / "model", (drafts,), **flags))
+        with Engine.load(built.folder, threads=1) as engine:
+            results = [engine.generate(prompts, params)]  # cold, then from what these leave
+            results.append([engine.generate(*one) for one in zip(prompts, params, strict=True)])
+        said += [[(r.token_ids, r.logprobs) for r in each] for each in results]
+    assert all(each == said[0] for each in said)
+
+
+@torch.no_grad()
+def list_likely(
+    plain: Any, prompt: list[int], count: int, text: tuple[int, ...] = (), p: float = 1.0
+) -> dict[tuple[int, ...], float]:
+    """Return the probabilities of the texts of up to 3 tokens that come up 5 times in `count`.
+
+    text: their beginning, whose probability is p.
+    """
+    logits = plain.logits(plain.main(torch.tensor([[*prompt, *text]])))[0, -1]
+    known = {(*text, i): p * q for i, q in enumerate((logits / HEAT).softmax(-1).tolist())}
+    known = {longer: share for longer, share in known.items() if share * count >= 5}
+    for longer, share in list(known.items()) if len(text) < 2 else ():
+        known |= list_likely(plain, prompt, count, longer, share)
+    return known
+
+
+def record_the_first_for_all(patch: pytest.MonkeyPatch) -> None:
+    choose = MixedAcceptance.choose
+
+    def wrong(self: MixedAcceptance, logits: Tensor, k: int) -> Tensor:
+        draft = choose(self, logits, k)
+        self.probs[-1] = self.probs[0]
+        return draft
+
+    patch.setattr(MixedAcceptance, "choose", wrong)
+
+
+@FULL
+@pytest.mark.parametrize("fault", [None, record_the_first_for_all])
+def test_a_rejected_block_leaves_the_models_distribution(
+    fault: Callable[[pytest.MonkeyPatch], None] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a real engine that drafts by DSpark, against exact probabilities of the plain model."""
+    save(tmp_path / "model", stages=2)
+    if fault is not None:
+        fault(monkeypatch)
+    request = build_request(tmp_path / "model", (4,), out=tmp_path / "engine", max_batch=8)
+    build(request)
+    prompt, count = [7, 8, 9], 6000
+    hot = SamplingParams(max_tokens=4, temperature=HEAT, ignore_eos=True, acceptance="rejection")
+    known = list_likely(load_plain(tmp_path / "model"), prompt, count)
+    with Engine.load(tmp_path / "engine", threads=1, prefix_cache=False) as engine:
+        asked = [replace(hot, seed=seed) for seed in range(count)]
+        results = engine.generate([prompt] * count, asked)
+    fit = fit_prefixes([result.token_ids for result in results], known)
+    p_value = compute_chi_square_p_value(fit.statistic, fit.freedom)
+    assert (p_value > 1e-3) == (fault is None), p_value
+    accepted = [r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results]
+    assert sum(accepted) > count / 10
+
+
+@FULL
+@pytest.mark.parametrize("stages", [0, 2])
+def test_portable_engines_continue_plainly(stages: int, tmp_path: Path) -> None:
+    """Standard operators say the same as the plain model."""
+    save(tmp_path / "model", stages=stages)
+    request = build_request(tmp_path / "model", (NEXTN,), out=tmp_path / "engine", portable=True)
+    (built,) = build(request)
+    prompt, plain = [7, 8, 9, 10, 11], load_plain(tmp_path / "model")
+    with Engine.load(built.folder, threads=1) as engine:
+        settings = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+        answer = engine.generate(prompt, settings)
+    assert list(answer.token_ids) == continue_plainly(plain, prompt, 40)
+
+
 @torch.no_grad()
 def test_experts_stay_in_fp4(tmp_path: Path) -> None:
     """Published experts are held as they are; the kernels round what they multiply to int8."""
@@ -299,14 +392,33 @@ def test_heads_that_are_refused(tmp_path: Path) -> None:
             load_config(tmp_path)
 
 
-def test_what_is_not_built_is_refused(tmp_path: Path) -> None:
-    save(tmp_path)
-    wrong: list[dict[str, Any]] = [
-        {"cache_dtype": "int8"}, {"tp": 2},
-    ]  # fmt: skip
-    for flags in wrong:
-        with pytest.raises(UsageError):
-            build(build_request(tmp_path, (0,), out=tmp_path / "engines", **flags))
+INT8, INDUCTOR = ("--weights", "int8"), ("--target", "inductor")
+NOT_BUILT: dict[int, list[tuple[tuple[str, ...], str]]] = {
+    0: [
+        ((*INT8, "--cache-dtype", "int8"), "has cache rows that can't be int8: use bfloat16"),
+        ((*INDUCTOR, "--tp", "2"), "--tp 2 does not divide the number of ranks of an engine of"),
+        (("--layers", "0-0"), "--layers 0-0 has no layer with compressed rows, which an engine"),
+    ],
+    2: [
+        ((*INDUCTOR, "--tp", "2"), "--tp 2: an engine with a DSpark head has one rank"),
+        ((*INDUCTOR, "--device", "cuda"), "a DSpark head has no GPU kernel yet: build for the CPU"),
+        (("--draft-vocab", "9"), "--draft-vocab is for MTP modules, not for a DSpark head: leave"),
+    ],
+}
+
+
+@pytest.mark.parametrize("stages", NOT_BUILT)
+def test_what_is_not_built_is_refused(stages: int, tmp_path: Path) -> None:
+    save(tmp_path, stages=stages)
+    for flags, why in NOT_BUILT[stages]:
+        assert why in refusal("build", "--model", tmp_path, "--dry-run", *flags)
+
+
+def test_a_module_does_not_replace_a_dspark_head(tmp_path: Path) -> None:
+    for name, stages in (("trunk", 2), ("head", 0)):
+        save(tmp_path / name, stages=stages)
+    line = refusal("build", "--model", tmp_path / "trunk", "--mtp", tmp_path / "head", code=1)
+    assert "MTP modules can't replace a DSpark head, which the model has: leave --mtp out" in line
 
 
 def test_calibration_is_refused_without_weights(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_planted_faults_are_seen(fault: Callable[[CausalLM], None], tmp_path: Pa
 REFUSALS = [
     (("--tp", "2", "--target", "inductor"), "--tp 2: an engine with an EAGLE-3 head has one rank"),
     (("--drafter", "mtp-vanilla"), "--drafter mtp-vanilla: an EAGLE-3 head drafts by mtp-eagle"),
-    (("--draft-vocab", "9"), "--draft-vocab: an EAGLE-3 head has its own draft vocabulary"),
+    (("--draft-vocab", "9"), "--draft-vocab is for MTP modules, not for an EAGLE-3 head: leave"),
     (("--layers", "0-0"), "--layers 0-0: an EAGLE-3 head reads layers of the whole model"),
     (("--target", "tensorrt"), "has no GPU kernel yet: build for the CPU"),
 ]

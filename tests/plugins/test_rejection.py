@@ -5,7 +5,9 @@ The language, its drafter and the exact probabilities are those of `tests/suppor
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +24,11 @@ from mtpbuild.plugins.control_tensors import Controls
 from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
 from mtpbuild.runtime.contract.rules import Rule
 from tests.support import chain as language
-from tests.support.chain import FIRST, LIMIT, SLOTS, K, P, V, chi_square, decode
+from tests.support.chain import FIRST, LIMIT, SLOTS, K, P, V, chi_square, decode, draft_by_block
 from tests.support.kernels import asked_of
 from tests.support.thrifty import THRIFTY
+
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
@@ -38,6 +42,44 @@ def test_joint_law(rejection: bool, sampled: bool) -> None:
 def test_joint_law_of_block_verification(sampled: bool, nextn: int) -> None:
     tokens = decode(rejection=True, block=True, sampled=sampled, nextn=nextn)
     assert chi_square(tokens) < LIMIT
+
+
+BLOCK_DRAFTERS = {
+    "dspark": partial(draft_by_block, markov=True), "dflash": partial(draft_by_block, markov=False)
+}  # fmt: skip
+OTHERS = [pytest.param(mode, marks=FULL) for mode in ("argmax", "block", "strict")]
+MODES: dict[str, dict[str, Any]] = {
+    "rejection": {"rejection": True, "sampled": True},
+    "argmax": {"rejection": True, "sampled": False},
+    "block": {"rejection": True, "block": True, "sampled": True},
+    "strict": {"rejection": False, "sampled": True},
+}
+
+
+@pytest.mark.parametrize("mode", ["rejection", *OTHERS])
+@pytest.mark.parametrize("head", BLOCK_DRAFTERS)
+def test_joint_law_of_block_heads(head: str, mode: str) -> None:
+    """DFlash's and DSpark's drafts come in one pass; each of DSpark's is given the one before."""
+    tokens = decode(**MODES[mode], nextn=4, drafter=BLOCK_DRAFTERS[head])
+    assert chi_square(tokens) < LIMIT
+
+
+@pytest.mark.parametrize("mode", ["rejection", pytest.param("block", marks=FULL)])
+@pytest.mark.parametrize("head", BLOCK_DRAFTERS)
+def test_the_law_needs_each_drafts_own(
+    head: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the block's first place for all."""
+    choose = MixedAcceptance.choose
+
+    def wrong(self: MixedAcceptance, logits: Tensor, k: int) -> Tensor:
+        draft = choose(self, logits, k)
+        self.probs[-1] = self.probs[0]
+        return draft
+
+    monkeypatch.setattr(MixedAcceptance, "choose", wrong)
+    tokens = decode(**MODES[mode], nextn=4, drafter=BLOCK_DRAFTERS[head])
+    assert chi_square(tokens) > 1.5 * LIMIT
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])

@@ -5,14 +5,19 @@ its own random numbers; the counts of their first K + 2 tokens are compared with
 probabilities.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.block_head import BlockHead
+from mtpbuild.builder.models.common.layers import Positions, State
 from mtpbuild.builder.program.accept import MixedAcceptance
+from mtpbuild.builder.program.draft import AcceptedTokens, BlockDrafter
 from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, StepControls
 from mtpbuild.runtime.contract.rules import Rule
 from tests.reference.sampling import edited
@@ -30,6 +35,55 @@ LIMIT = 135.0
 NUMBERS = torch.rand(SLOTS, 6, 4 * COUNT, generator=torch.Generator().manual_seed(0))
 
 
+ChainDrafter = Callable[[MixedAcceptance, Tensor, int], Tensor]
+
+
+def draft_by_last(mode: MixedAcceptance, newest: Tensor, nextn: int) -> Tensor:
+    """Draft [slots, nextn] after the newest tokens [slots, 1], each by Q of the one before."""
+    drafts = [newest]
+    for k in range(1, nextn + 1):
+        drafts.append(mode.choose(Q[drafts[-1][:, 0]].log()[:, None], k))
+    return torch.cat(drafts[1:], dim=1)
+
+
+class PlacesHead(BlockHead):
+    """A block head of this language: its layers only tell the newest token and masks apart."""
+
+    def write(self, context: Tensor, state: State, rows: Positions) -> State:
+        return {}
+
+    def forward(self, x: Tensor, state: State, rows: Positions) -> Tensor:
+        return x
+
+
+def draft_by_block(mode: MixedAcceptance, newest: Tensor, nextn: int, markov: bool) -> Tensor:
+    """Draft by the program's block drafter, with DSpark's bias or, as DFlash, without.
+
+    Q of the newest token or of a mask, and the place, make the logits before the bias.
+    """
+    raw: Any = SimpleNamespace(
+        hidden_size=V, rms_norm_eps=1e-6, taps=(0,), markov_rank=2 * markov, vocab_size=V,
+        from_anchor=markov, mask_token_id=V, added_width=V,
+    )  # fmt: skip
+    head, generator = PlacesHead(raw), torch.Generator().manual_seed(3)
+    for weight in (head.markov_w1, head.markov_w2) if markov else ():
+        weight.data = 1.2 * torch.randn(weight.shape, generator=generator)
+    table = torch.cat([Q, torch.full((1, V), 1 / V)]).log()
+    places = torch.randn(nextn, V, generator=generator)
+    model: Any = SimpleNamespace(
+        mtp=[head], place_drafts=lambda rows: rows, draft_rope=lambda *_: None,
+        embed=lambda tokens: table[tokens], draft_logits=lambda _, x: x + places,
+        head=lambda x, weight, _: x @ weight,
+    )  # fmt: skip
+    ones: Any = torch.ones(len(newest), dtype=torch.int64)
+    hidden, rows, draft = torch.zeros(len(newest), 1, V), cast(Any, None), cast(Any, None)
+    lengths, choose = mode.lengths, mode.choose
+    assert lengths is not None
+    with torch.no_grad():
+        step = AcceptedTokens(hidden, newest, ones, lengths, ones > 0, rows, choose, draft)
+        return BlockDrafter(nextn)(model, {}, step)[0]
+
+
 def decode(
     *,
     rejection: bool | Tensor,
@@ -40,6 +94,7 @@ def decode(
     slots: int = SLOTS,
     rule: Rule | None = None,
     asks: Mapping[str, Tensor] | None = None,
+    drafter: ChainDrafter = draft_by_last,
 ) -> Tensor:
     """Decode the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
 
@@ -78,11 +133,10 @@ def decode(
             rows = (slot_row < verdict.n).nonzero()[:, 0]
             tokens[rows, state["lengths"][rows] + slot_row] = verdict.tokens[rows, slot_row]
         newest = verdict.tokens.gather(1, (verdict.n - 1).clamp(min=0)[:, None])
-        window = [torch.where(active[:, None], newest, state["window"][:, :1])]
-        for k in range(1, nextn + 1):
-            window.append(mode.choose(Q[window[-1][:, 0]].log()[:, None], k))
+        newest = torch.where(active[:, None], newest, state["window"][:, :1])
+        drafts = drafter(mode, newest, nextn) if nextn else newest[:, :0]
         state |= {
-            "window": torch.cat(window, dim=1),
+            "window": torch.cat([newest, drafts], dim=1),
             "num_drafts": torch.full_like(state["num_drafts"], nextn),
             "lengths": verdict.lengths,
             **mode.draft_probs(state),

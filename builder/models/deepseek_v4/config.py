@@ -23,7 +23,7 @@ from mtpbuild.builder.models.costs import Costs, Split
 from mtpbuild.builder.models.deepseek_v4.names import CONFIDENCE
 from mtpbuild.builder.models.family import CachedRows
 from mtpbuild.runtime.contract.state import BLOCK
-from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 SLIDING, SPARSE, HEAVY = (
@@ -118,6 +118,11 @@ class DeepseekV4Config(MoEConfig):
 
     def sliced(self, first: int, count: int) -> Self:
         end = first + count
+        if not any(self.ratios[first:end]):
+            raise UsageError(
+                f"--layers {first}-{end - 1} has no layer with compressed rows, which an engine "
+                "needs"
+            )
         return replace(
             super().sliced(first, count),
             ratios=self.ratios[first:end],

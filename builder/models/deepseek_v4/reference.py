@@ -16,7 +16,7 @@ from mtpbuild.builder.models.deepseek_v4.config import DeepseekV4Config, DSparkC
 def turn_end(x: Tensor, positions: Tensor, rope: RopeConfig, size: int, sign: int = 1) -> Tensor:
     """Rotate the last `size` numbers of x [B, T, .., D] in neighbouring pairs by positions [T]."""
     angles = positions.float()[:, None] * compute_inverse_frequencies(rope, size)
-    angles = angles.reshape(len(positions), *(1 for _ in x.shape[3:]), -1)
+    angles = angles.reshape(len(positions), *(1 for _ in x.shape[3:]), size // 2)
     pairs = torch.complex(x[..., -size::2].float(), x[..., -size + 1 :: 2].float())
     factors = torch.polar(torch.full_like(angles, compute_table_scale(rope)), sign * angles)
     turned = torch.view_as_real(pairs * factors).flatten(-2)
@@ -70,7 +70,7 @@ class PlainCompressor(nn.Module):
 
     def __init__(self, c: DeepseekV4Config, layer: int, width: int) -> None:
         super().__init__()
-        self.config, self.ratio, self.width = c, c.ratio(layer), width
+        self.config, self.ratio = c, c.ratio(layer)
         self.windows = 1 + c.chooses(layer)
         self.kv_proj = nn.Linear(c.hidden_size, self.windows * width, bias=False)
         self.gate_proj = nn.Linear(c.hidden_size, self.windows * width, bias=False)
@@ -79,21 +79,22 @@ class PlainCompressor(nn.Module):
 
     def make_rows(self, x: Tensor) -> Tensor:
         """Return the rows [B, n, width] of the whole windows of x [B, T, E]."""
-        c, r, width = self.config, self.ratio, self.width
-        rows = []
-        for b in range(x.shape[1] // r):
-            window = x[:, b * r : (b + 1) * r]
-            values = self.kv_proj(window)[..., -width:]
-            gates = (self.gate_proj(window) + self.position_bias)[..., -width:]
-            if self.windows == 2 and b:
-                before = x[:, (b - 1) * r : b * r]
-                values = torch.cat([self.kv_proj(before)[..., :width], values], 1)
-                earlier = (self.gate_proj(before) + self.position_bias)[..., :width]
-                gates = torch.cat([earlier, gates], 1)
-            row = self.kv_norm((values * gates.softmax(1)).sum(1, keepdim=True))
-            at = torch.tensor([b * r])
-            rows.append(turn_end(row, at, c.row_rope, c.qk_rope_head_dim))
-        return torch.cat(rows, 1) if rows else x.new_zeros(x.shape[0], 0, width)
+        c, r = self.config, self.ratio
+        windows = x[:, : x.shape[1] // r * r].unflatten(1, (-1, r))
+        values, gates = self.kv_proj(windows), self.gate_proj(windows) + self.position_bias
+        if self.windows == 2:  # the later half of a window's own, the earlier of the one before
+            values, gates = join_earlier(values, 0), join_earlier(gates, float("-inf"))
+        rows = self.kv_norm((values * gates.softmax(2)).sum(2))
+        return turn_end(rows, torch.arange(rows.shape[1]) * r, c.row_rope, c.qk_rope_head_dim)
+
+
+def join_earlier(x: Tensor, first: float) -> Tensor:
+    """Join each window's later half of x [B, n, r, 2 D] to the earlier half of the one before.
+
+    first: what the first window has before it.
+    """
+    earlier, own = x.chunk(2, -1)
+    return torch.cat([F.pad(earlier, (0, 0, 0, 0, 1, 0), value=first)[:, :-1], own], 2)
 
 
 class PlainScorer(nn.Module):
