@@ -74,7 +74,8 @@ class Larger:
             chosen = choose_rates(law, raw["n_routed_experts"], raw["num_experts_per_tok"])
             for side in sides:
                 set_biases(side.path, find_biases(chosen))
-            found[law] = {"chosen": chosen.tolist(), "rounds": dict(self.run_sides(sides, law, run))}
+            rounds = dict(self.run_sides(sides, law, run))
+            found[law] = {"chosen": chosen.tolist(), "rounds": rounds}
         return found
 
     def run_sides(self, sides: list[Side], law: str, run: Run) -> Iterator[tuple[str, list[Data]]]:
@@ -87,9 +88,7 @@ class Larger:
 
     def tables(self, found: Found) -> list[Table]:
         every = {name: value for name, value in found.data.items() if name not in LAWS}
-        return [
-            self.show_law(law, Found(every | found.data[law], found.machine)) for law in LAWS
-        ]
+        return [self.show_law(law, Found(every | found.data[law], found.machine)) for law in LAWS]
 
     def show_law(self, law: str, found: Found) -> Table:
         data = found.data

@@ -284,7 +284,7 @@ def test_a_side_that_died_leaves_the_others_figures() -> None:
 
 
 def test_the_limit_of_a_file_that_memory_does_not_hold() -> None:
-    """Ten experts of 10 bytes, the most frequent held; a token takes 2 of the first, 1 of the others."""
+    """Five of ten experts of 10 bytes are chosen twice as often, and memory holds them first."""
     larger, found = benchmark("one.larger"), benchmark("one.section").Found
     data = {"file": 200.0, "experts": 100.0, "always": 50.0, "disk": 20.0}
     data["chosen"] = [*[0.2] * 5, *[0.1] * 5]
