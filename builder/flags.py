@@ -94,6 +94,10 @@ class PlanFlags:
     bandwidth: float | None = engine_flag(
         None, "GB/s of memory, with --cpu. Default: measured now."
     )
+    memory: float | None = engine_flag(
+        None, "GB of a machine's memory, with --cpu: its speed where weights exceed them."
+    )
+    disk_bandwidth: float = engine_flag(1.0, "GB/s of that machine's disk, with --memory.")
     context_len: int = engine_flag(2048, "Cached tokens that a step reads per request.")
     cache_dtype: str = engine_flag(
         "auto", "Type of caches: bfloat16 or float32; with --cpu float32, bfloat16 or int8."

@@ -27,7 +27,7 @@ from mtpbuild.builder.weights.placed import split_into_shards, write_shards
 from mtpbuild.builder.weights.quantised_view import format_by
 from mtpbuild.builder.weights.table import list_weights
 from mtpbuild.runtime.ranks import ALONE
-from one.shapes import ROUTER_BIAS, Shape
+from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
 ROWS = 128  # rows of normal values; they are quantised once, and their scales are repeated
@@ -59,7 +59,7 @@ def write(
         for name, source in found.items()
         for suffix, part in stored(source, formats[name]).items()
     }
-    made = tensors(config, found, formats, raw.get(ROUTER_BIAS))
+    made = tensors(config, found, formats)
     values = ((n.removeprefix(prefix), value) for n, value in made)
     write_shards(folder, split_into_shards(parts), values)
     quantised = {} if scheme.main is None else {"quantization_config": quantization_config(scheme)}
@@ -82,9 +82,8 @@ def tensors(
     config: ModelConfig,
     found: dict[str, StoredTensor],
     formats: dict[str, Format | None],
-    biases: list[float] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint, some rows at a time; biases: of every router."""
+    """Yield every tensor of the checkpoint, some rows at a time."""
     table = list_weights(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
     experts = find_family_of(config).costs(config, ALONE).experts
@@ -96,9 +95,6 @@ def tensors(
         format = formats[name]
         if source.has_ids:  # such as those of a token's experts, which differ from each other
             yield name, torch.arange(prod(source.shape)).reshape(source.shape) % max(experts, 1)
-            continue
-        if biases and name.endswith("gate.e_score_correction_bias"):
-            yield name, torch.tensor(biases)
             continue
         if format is None:
             yield from ((name, piece) for piece in plain(source, deviation, neutral(table, name)))

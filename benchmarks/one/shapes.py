@@ -16,7 +16,6 @@ from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_s
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
 WINDOWED = ("gemma-4-12b", "gemma-4-26b-a4b")
 HYBRIDS = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b")
-ROUTER_BIAS = "random_router_bias"  # a key of config.json for files with random weights alone
 GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cpp's counterpart
 
 

@@ -6,6 +6,7 @@ are read once before it starts, so that the page cache is warm.
 
 import json
 import os
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,9 @@ class Side:
 
     rows: the most cached tokens that a request needs. drafts: a step's, if llama.cpp's server runs
     the MTP module of its file, or `head`, a file. caches: llama.cpp's type of keys and values,
-    "f16" or "q8_0"; with the latter it uses its flash attention. group: the control group that the
-    process joins; its files then begin outside memory.
+    "f16" or "q8_0"; with the latter it uses its flash attention. repack: whether llama.cpp copies
+    weights into memory of its own. group: the control group that the process joins; its files are
+    then read once by a process of that group, as far as its memory goes.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Side:
     drafts: int = 0
     head: Path | None = None
     caches: str = "f16"
+    repack: bool = True
     group: Path | None = None
 
     @property
@@ -63,10 +66,11 @@ class Side:
                 drop(path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "drafts": self.drafts, "caches": self.caches}
-        job |= {"head": None if self.head is None else str(self.head)}
+        job |= {"head": None if self.head is None else str(self.head), "repack": self.repack}
         command = [str(self.python), self.script, json.dumps(job)]
         if self.group is not None:
-            join = f'echo $$ > {self.group}/cgroup.procs; exec "$@"'
+            files = shlex.join(map(str, list_files(self.path)))
+            join = f'echo $$ > {self.group}/cgroup.procs; cat {files} > /dev/null; exec "$@"'
             command = ["sh", "-c", join, "sh", *command]
         process = PeerProcess(command, threads, PATIENCE)
         answers = {"first": process.ready}

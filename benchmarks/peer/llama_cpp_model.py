@@ -11,9 +11,9 @@ ROW_STEP = 256  # a sequence's rows are a multiple of this
 
 
 class Model:
-    """A memory-mapped GGUF file, and the tensors that llama.cpp repacks from it."""
+    """A memory-mapped GGUF file, and the tensors that llama.cpp repacks from it, if it may."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, repack: bool = True) -> None:
         import llama_cpp
 
         self.lib = llama_cpp
@@ -26,9 +26,9 @@ class Model:
         self.quiet = quiet
         llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self.handle = llama_cpp.llama_model_load_from_file(
-            path.encode(), llama_cpp.llama_model_default_params()
-        )
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = repack
+        self.handle = llama_cpp.llama_model_load_from_file(path.encode(), params)
         if not self.handle:
             raise RuntimeError(f"{path}: llama.cpp can't load it")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(

@@ -18,7 +18,8 @@ SEED_ROWS = 16  # tokens of the prompt whose rows fill a cache
 class Llama:
     def __init__(self, job: Ask) -> None:
         self.threads, self.vocabulary = job["threads"], job["vocabulary"]
-        self.model, self.caches, self.rows = Model(job["path"]), job["caches"], job["rows"]
+        self.model = Model(job["path"], repack=job["repack"])
+        self.caches, self.rows = job["caches"], job["rows"]
         self.context = Context(self.model, self.threads, self.rows, caches=self.caches)
 
     def prompt(self, tokens: list[int]) -> None:

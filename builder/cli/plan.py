@@ -53,7 +53,7 @@ def plan(
 
     With --cpu: what it needs of this machine.
     """
-    refuse_other_flags(context, cpu, flags.bandwidth)
+    refuse_other_flags(context, cpu, flags)
     from mtpbuild.builder.compiler.source import fetch_configuration
     from mtpbuild.lab.forecast.cpu import forecast_cpu, make_cpu_plan_json, print_cpu_forecast
     from mtpbuild.lab.forecast.forecast import ForecastRequest, forecast, parse_measured
@@ -85,10 +85,14 @@ def plan(
     print_result(json, make_plan_json(done), lambda: print_forecast(done))
 
 
-def refuse_other_flags(context: typer.Context, cpu: bool, bandwidth: float | None) -> None:
+def refuse_other_flags(context: typer.Context, cpu: bool, flags: PlanFlags) -> None:
     """Raise UsageError for flags of plans for GPUs with --cpu, or of those for CPUs without."""
-    if not cpu and bandwidth is not None:
+    if not cpu and flags.bandwidth is not None:
         raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
+    if not cpu and flags.memory is not None:
+        raise UsageError("--memory goes with --cpu: a GPU's is the data sheet's")
+    if flags.memory is None and find_given_flags(context, ("disk_bandwidth",)):
+        raise UsageError("--disk-bandwidth goes with --memory")
     if cpu and (typed := find_given_flags(context, FOR_GPUS)):
         names = ", ".join(map(name_flag, typed))
         raise UsageError(f"--cpu does not go with {names}: they are for plans of GPUs")

@@ -4,6 +4,7 @@ Whatever its nextn, an engine holds every weight of the main model and of the MT
 weights that `build --weights` quantises are integers, all others fp32.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,6 +46,8 @@ from mtpbuild.runtime.tables import print_lines, print_table
 
 # Values of --weights; None: integers as the checkpoint has them, int8, or fp32.
 FORMATS = ("int8", "int4")
+EXPERTS = "experts"  # a class of weights
+IN_CACHES = ("caches", "recurrent states")  # parts of a step that are no weights
 ASKED = (None, *FORMATS)
 
 
@@ -52,13 +55,15 @@ ASKED = (None, *FORMATS)
 class CpuEngine:
     """The engine that `build --weights` would make; lists are over the request's nextn.
 
-    bytes: the size of the weights file. context: what `build` chooses without --max-seq-len.
+    bytes: the size of the weights file. missing: a step's bytes that are not in memory, at least.
+    context: what `build` chooses without --max-seq-len.
     """
 
     weights: str | None
     bytes: int
     memory: list[int]
     reads: list[float]
+    missing: list[float]
     too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
     lacking: int  # bytes of disk space that are missing
     context: int
@@ -94,11 +99,16 @@ class CpuForecast:
     def speeds(self, engine: CpuEngine) -> list[float | None]:
         """Return one user's tokens/s for each nextn, if a step only reads memory.
 
-        None: the engine does not fit.
+        With --memory it also reads what memory does not hold from a disk. None: the engine does
+        not fit here.
         """
+        if not engine.fits and self.request.memory is None:
+            return [None] * len(engine.reads)
+        disk = 1e9 * self.request.disk_bandwidth
+        lengths = [self.lengths[nextn] for nextn in self.request.nextn]
         return [
-            self.lengths[nextn] * self.bandwidth / bytes if engine.fits else None
-            for nextn, bytes in zip(self.request.nextn, engine.reads, strict=True)
+            min(tokens * self.bandwidth / read, tokens * disk / missing if missing else math.inf)
+            for tokens, read, missing in zip(lengths, engine.reads, engine.missing, strict=True)
         ]
 
     @property
@@ -112,6 +122,13 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine = machine or measure_machine()
     if request.bandwidth is not None and not request.bandwidth > 0:
         raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
+    if not request.disk_bandwidth > 0:
+        raise UsageError(f"--disk-bandwidth {request.disk_bandwidth:g} must be above 0")
+    if request.memory is not None:
+        if not 0 < request.memory < math.inf:
+            raise UsageError(f"--memory {request.memory:g} must be above 0")
+        memory = round(1e9 * request.memory)
+        machine = replace(machine, memory=memory, available=memory)
     request, layout = resolve_request(request, CACHE_DTYPES)
     lengths = choose_acceptance_lengths(request)
     sizes = sum_portions(layout, count_classes(layout, ALONE))
@@ -168,6 +185,11 @@ def forecast_engine(
     memory = [round(MAPPED * file) + cache for cache in caches]
     load = StepLoad(request.max_batch, request.context_len, request.cache_dtype)
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
+    rooms = [machine.available - cache for cache in caches]
+    missing = [
+        count_missing_bytes(model, nextn, load, room)
+        for nextn, room in zip(request.nextn, rooms, strict=True)
+    ]
     too_much = max(0, max(memory) - machine.available)
     limit = model.config.max_position_embeddings
 
@@ -176,7 +198,20 @@ def forecast_engine(
 
     context = choose_context(limit, machine.memory, file, state_bytes)
     lacking = machine.lacking(download, file)
-    return CpuEngine(weights, file, memory, reads, too_much, lacking, context)
+    return CpuEngine(weights, file, memory, reads, missing, too_much, lacking, context)
+
+
+def count_missing_bytes(model: CostModel, nextn: int, load: StepLoad, room: int) -> float:
+    """Count the least bytes that a step reads from a disk, if memory has room for so many.
+
+    Memory holds what every step reads, and then experts of the main model, all equally likely.
+    """
+    parts = [part for part in model.step(nextn, load) if not part.name.endswith(IN_CACHES)]
+    chosen = sum(part.bytes for part in parts if part.name == EXPERTS)
+    always = sum(part.bytes for part in parts) - chosen
+    experts = sum(c.per_rank for c in model.classes if c.name == EXPERTS and not c.module)
+    absent = max(0.0, 1 - max(0.0, room - always) / experts) if experts else 0.0
+    return max(0.0, always - room) + absent * chosen
 
 
 def count_cache_bytes(request: ForecastRequest, model: CostModel, nextn: int) -> int:
@@ -219,6 +254,7 @@ def make_cpu_plan_json(f: CpuForecast) -> dict[str, Any]:
                 "engine_bytes": engine.bytes,
                 "memory_bytes": engine.memory,
                 "bytes_per_step": engine.reads,
+                "missing_bytes_per_step": engine.missing,
                 "tokens_per_s": f.speeds(engine),
                 "fits_memory": not engine.too_much,
                 "fits_disk": not engine.lacking,
@@ -234,8 +270,9 @@ def print_cpu_forecast(f: CpuForecast) -> None:
     request = f.request
     machine = f.machine
     nextn = f.request.nextn[-1]
+    whose = "this" if request.memory is None else "another"
     print_lines(
-        f"{f.name} on this machine's CPU: memory {format_size(machine.memory)}, of it "
+        f"{f.name} on {whose} machine's CPU: memory {format_size(machine.memory)}, of it "
         f"{format_size(machine.available)} available"
     )
     parts = [
@@ -285,6 +322,11 @@ def print_cpu_forecast(f: CpuForecast) -> None:
         f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
         f"their part. Acceptance lengths: {lengths}"
     )
+    if request.memory is not None:
+        print_lines(
+            f"Where memory does not hold an engine: if its missing bytes come from a disk of "
+            f"{request.disk_bandwidth:g} GB/s (--disk-bandwidth), all experts equally likely"
+        )
 
 
 def describe_fit(engine: CpuEngine) -> str:

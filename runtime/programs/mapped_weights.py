@@ -4,7 +4,6 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -54,15 +53,3 @@ def allocate(size: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-def fetch_ahead(path: Path) -> None:
-    """Ask the system, if it has posix_fadvise, to read a file before it is used."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-
-    def ask() -> None:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-    Thread(target=ask, name="mtpbuild weights", daemon=True).start()

@@ -35,7 +35,7 @@ from mtpbuild.runtime.errors import (
     take_first_line,
 )
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, map_tensors
+from mtpbuild.runtime.programs.mapped_weights import map_tensors
 from mtpbuild.runtime.programs.slots import (
     Arrays,
     list_result_specs,
@@ -261,7 +261,6 @@ def _has_shape(shape: tuple[Dimension, ...], actual: list[Any]) -> bool:
 
 def _load_weights(path: Path, huge_pages: bool) -> dict[str, Any]:
     """Map or copy an engine's weights; return them by their names in the graphs."""
-    fetch_ahead(path)
     arrays = map_tensors(path, huge_pages).items()
     return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
 

@@ -283,6 +283,47 @@ def test_a_side_that_died_leaves_the_others_figures() -> None:
     assert measured.step("nobody", "x") is None
 
 
+def test_the_limit_of_a_file_that_memory_does_not_hold() -> None:
+    """Five of ten experts of 10 bytes are chosen twice as often, and memory holds them first."""
+    larger, found = benchmark("one.larger"), benchmark("one.section").Found
+    data = {"file": 200.0, "experts": 100.0, "always": 50.0, "disk": 20.0}
+    data["chosen"] = [*[0.2] * 5, *[0.1] * 5]
+    missing = [larger.count_missing(data, share) for share in (1.0, 0.5, 0.3)]
+    assert missing == pytest.approx([0, 5, 13])
+    answer = {"counted": {"steps": [9, 9, 0.5, 1.5], "read": [9, 9, 8, 12]}, "held": {"bytes": 7e9}}
+    name = larger.name_run("mtpbuild", larger.OWN, 0.5)
+    table = larger.Larger().show_law("Zipf", found({**data, "rounds": {name: [answer]}}, None))
+    cells = [[*column.cells] for column in table.columns]
+    assert cells[1:] == [["250"], ["mtpbuild"], ["1e+03"], ["0.25"], ["1e-05"], ["0.5"], ["7"]]
+
+
+def test_a_law_is_the_routers_rates() -> None:
+    larger = benchmark("one.larger")
+    rates = larger.choose_rates(larger.ZIPF, 8, 3)
+    assert rates.sum() == pytest.approx(3)
+    assert rates[0] == 1, "none is chosen twice"
+    np.testing.assert_allclose(rates[1:] / rates[1], 2 / np.arange(2, 9))
+    scores = 1 / (1 + np.exp(-np.random.default_rng(1).standard_normal((4096, 8))))
+    best = np.argsort(scores + larger.find_biases(rates))[:, -3:]
+    np.testing.assert_allclose(np.bincount(best.ravel()) / 4096, rates, atol=0.05)
+
+
+def test_a_laws_biases_are_written_into_both_files(no_programs: Path, tmp_path: Path) -> None:
+    larger, biases = benchmark("one.larger"), [*map(float, range(24))]
+    out, weights = tmp_path / "tiny.gguf", no_programs / "weights.safetensors"
+    benchmark("gguf_file").write_random(dict(tiny("moe").raw), out, "q4_0")
+    before = {name: value.clone() for name, value in load_file(weights).items()}
+    for path in (out, no_programs):
+        larger.set_biases(path, biases)
+    found = {t.name: t.data.tolist() for t in gguf.GGUFReader(out).tensors if "probs" in t.name}
+    assert found == {"blk.1.exp_probs_b.bias": biases}
+    changed = {n: v for n, v in load_file(weights).items() if not torch.equal(v, before[n])}
+    assert {name: value.tolist() for name, value in changed.items()} == {
+        f"{owner}.mlp.gate.e_score_correction_bias": biases for owner in ("layers.1", "mtp.0")
+    }
+    assert larger.count_held(weights) > 0
+
+
 class Pretended:
     """A section that fails until it is told not to."""
 
@@ -363,8 +404,8 @@ def test_tables_of_a_section_that_nobody_answered() -> None:
     }  # fmt: skip
     recipes = ("deepseek-v4-flash-preview", "deepseek-v4-flash", "deepseek-v3.2")
     data |= {recipe: {"costs": {}, "rounds": {}} for recipe in recipes}
-    sizes = {"disk": 1e9, "file": 2e9, "experts": 1e9, "chosen": [0.5, 0.5]}
-    data |= {law: {**sizes, "rounds": {}} for law in ("uniform", "Zipf")}
+    data |= {"disk": 1e9, "file": 2e9, "experts": 1e9, "always": 5e8}
+    data |= {law: {"chosen": [0.5, 0.5], "rounds": {}} for law in ("uniform", "Zipf")}
     console = Console(width=200)
     with console.capture() as captured:
         for one in script.SECTIONS.values():

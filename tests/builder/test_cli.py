@@ -72,8 +72,8 @@ FLAGS = {
     "inspect": "--json",
     "list": "--json",
     "plan": "--acceptance --attention-dp --bandwidth --cache-dtype --checkpoint --context-len "
-    "--cpu --ep --gpu --json --max-batch --max-seq-len --measured --model --nextn --picture "
-    "--prefill-chunk --tp",
+    "--cpu --disk-bandwidth --ep --gpu --json --max-batch --max-seq-len --measured --memory "
+    "--model --nextn --picture --prefill-chunk --tp",
     "prefix add": "--chat --engine --file --messages --name --private --threads --tools",
     "prefix list": "--engine --json",
     "prefix remove": "--engine --name",

@@ -315,6 +315,8 @@ def test_tables(tmp_path: Path) -> None:
         ("--tp 0", "--tp 0 is outside 1..64"),
         ("--ep 3", "--ep 3 does not divide both --tp 8 and the 256 routed experts; possible: 1, 2"),
         ("--bandwidth 9", "--bandwidth goes with --cpu: a GPU's is the data sheet's"),
+        ("--memory 9", "--memory goes with --cpu: a GPU's is the data sheet's"),
+        ("--disk-bandwidth 9", "--disk-bandwidth goes with --memory"),
         ("--gpu b300", "--gpu b300 is unknown; supported: h100, h200, b200"),
         ("--nextn 16", "--nextn 16 is outside 0..15"),
         ("--nextn 0..6", "no acceptance length is published for nextn 6: give --acceptance"),

@@ -146,6 +146,25 @@ def test_memory_and_caches() -> None:
         assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
 
 
+def test_a_machine_whose_memory_is_too_small() -> None:
+    """Memory holds what each step reads, and some experts; a disk brings the others, if it can."""
+    flags: dict[str, Any] = {"memory": 4.0, "disk_bandwidth": 2.0, "context_len": 1000}
+    found = foretold(GIGACHAT, 0, max_seq_len=999, **flags)
+    engine, chosen = found.engines[2], 25 * 4 * 3 * 1536 * 1280 * 9 / 16
+    caches = 4 * 576 * 26 * 1000
+    room, always = 4e9 - caches, engine.reads[0] - chosen - caches
+    missing = chosen * (1 - (room - always) / (16 * chosen))
+    assert (engine.missing, engine.fits) == ([pytest.approx(missing)], False)
+    assert found.speeds(engine) == [pytest.approx(2e9 / missing)]
+    none = foretold(GIGACHAT, 0, max_seq_len=999, **flags | {"memory": 0.5}).engines[2]
+    assert none.missing == [pytest.approx(engine.reads[0] - caches - (0.5e9 - caches))]
+    enough = foretold(GIGACHAT, 0, **flags | {"memory": 100.0})
+    assert [one.missing for one in enough.engines] == [[0]] * 3
+    assert enough.speeds(enough.engines[2]) == foretold(GIGACHAT, 0, context_len=1000).speeds(
+        foretold(GIGACHAT, 0, context_len=1000).engines[2]
+    )
+
+
 @pytest.mark.full
 def test_what_fits() -> None:
     request = ForecastRequest(GIGACHAT, (0, 1))
@@ -294,6 +313,8 @@ for plan in {plans}:
         ("--prefill-chunk 64", "does not go with --prefill-chunk: "),
         ("--cache-dtype fp8", "--cache-dtype fp8 is unknown; supported: float32, bfloat16, int8"),
         ("--bandwidth 0", "--bandwidth 0 must be above 0"),
+        ("--memory 0", "--memory 0 must be above 0"),
+        ("--memory 9 --disk-bandwidth 0", "--disk-bandwidth 0 must be above 0"),
         ("--measured 0=1,1=2", "does not go with --measured: "),
         ("--picture x.png", "does not go with --picture: "),
         ("--max-seq-len 0", "--max-seq-len 0 must be at least 1"),

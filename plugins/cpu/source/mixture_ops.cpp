@@ -105,6 +105,11 @@ struct Experts : FloatOperator {
     auto hidden = scratch<Input>(rows, units);
     Shares inners(panels * PANEL, W::share(panels)), outers(width, W::share(down.panels));
     int64_t work = W::work(rows, product(down.inputs, width));
+    if (mtp::is_short_of_memory())
+      ort::parallel(call.context, runs, [&](int64_t i) {
+        both.fetch(routed.runs[i].expert);
+        down.fetch(routed.runs[i].expert);
+      });
     run_tasks(call, product(runs, inners.count), product(2, work), [&](int64_t t) {
       const Routed::Run& run = routed.runs[t / inners.count];
       int64_t panel = inners.first(t % inners.count), columns = inners.columns(t % inners.count);

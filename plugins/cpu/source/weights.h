@@ -2,6 +2,7 @@
 #pragma once
 #include <variant>
 
+#include "fetch.h"
 #include "op.h"
 
 namespace {
@@ -75,6 +76,10 @@ struct FloatWeight : Matrices {
       from = {values + matrix * inputs * outputs + panel * PANEL, inputs, PANEL, outputs};
     k.floats(from, columns, rows, in, out);
   }
+  void fetch(int64_t matrix) const {
+    int64_t each = packed ? panels * inputs * PANEL : inputs * outputs;
+    mtp::fetch(values + matrix * each, static_cast<size_t>(each) * sizeof(float));
+  }
   // Reads the weights of an output of a single packed matrix.
   void read(const char*, int64_t output, float* y) const {
     const float* from = values + (output / PANEL * inputs) * PANEL + output % PANEL;
@@ -140,6 +145,12 @@ struct IntegerWeight : Matrices {
       (eight ? k.panel8 : k.panel4)(all, rows, in, to);
       for (int64_t i = 0; some < PANEL && i < rows; i++) std::copy_n(last[i], some, out[i] + n);
     }
+  }
+  // A matrix among several has one format.
+  void fetch(int64_t matrix) const {
+    auto each = static_cast<size_t>(panels * blocks);
+    mtp::fetch(values + matrix * each * 128 * bits, each * 128 * bits);
+    mtp::fetch(scales + matrix * each * wide, each * wide * sizeof(uint16_t));
   }
   // The same as FloatWeight's. A line of 64 bytes has four inputs of 16 outputs.
   void read(const char* op, int64_t output, float* y) const {
