@@ -95,7 +95,9 @@ class PlanFlags:
         None, "GB/s of memory, with --cpu. Default: measured now."
     )
     memory: float | None = engine_flag(
-        None, "GB of a machine's memory, with --cpu: its speed where weights exceed them."
+        None,
+        "GB of a machine's memory, with --cpu: its speed where weights exceed them.",
+        parser=lambda text: float(text.removesuffix("GB")),
     )
     disk_bandwidth: float = engine_flag(1.0, "GB/s of that machine's disk, with --memory.")
     context_len: int = engine_flag(2048, "Cached tokens that a step reads per request.")
