@@ -39,7 +39,7 @@ ROOM = 3 << 26  # bytes of a process besides its file
 LAWS = UNIFORM, ZIPF = "uniform", "Zipf"  # how often experts are chosen
 OWN, SMALL = "the device's read-ahead", "128 KB"
 SHORT = 32  # cached tokens
-ASKS = FILL, COUNTED = "fill", "counted"  # the first one fills memory as the choices do
+FILL, COUNTED = "fill", "counted"  # the first ask's other tokens fill memory as the choices do
 PIECE = 1 << 23  # bytes of a direct read
 GB, MB, MS = 1e-9, 1e-6, 1e3
 
@@ -56,7 +56,7 @@ class Larger:
         shop = Workshop(run.folder, published(self.recipe, run.layers), run.watch)
         counted = shop.write_checkpoint()
         (engine,) = shop.build("whole", (0,), "--max-seq-len", "1024")
-        asks = {name: decode(run.steps, SHORT, filled=False, drawn=True) for name in ASKS}
+        asks = make_asks(run.steps)
         sides = [ours(OURS, engine, asks, shop.vocabulary)]
         if run.peers is not None:
             gguf, _ = shop.write_gguf()
@@ -127,6 +127,11 @@ class Larger:
                         f"{share:g}, {ahead}", limit, side, *(f"{cell:.3g}" for cell in cells)
                     )
         return grid
+
+
+def make_asks(steps: int) -> dict[str, Data]:
+    lengths = {FILL: 2 * SHORT, COUNTED: SHORT}
+    return {name: decode(steps, n, filled=False, drawn=True) for name, n in lengths.items()}
 
 
 def name_run(side: str, ahead: str, share: float) -> str:

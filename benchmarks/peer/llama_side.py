@@ -45,7 +45,8 @@ class Llama:
         seconds, read = [], [count_read_bytes()]
         for i in range(steps):
             at = start if window > 1 else start + i
-            seconds.append(self.step(tokens(batch * window, self.vocabulary, i), at, window))
+            new = tokens(batch * window, self.vocabulary, start * steps + i)  # others in other asks
+            seconds.append(self.step(new, at, window))
             read.append(count_read_bytes())
         read = [later - before for before, later in pairwise(read)]
         return {"steps": seconds, "read": read, "tokens": steps * batch * window}
