@@ -93,8 +93,8 @@ def join_earlier(x: Tensor, first: float) -> Tensor:
 
     first: what the first window has before it.
     """
-    earlier, own = x.chunk(2, -1)
-    return torch.cat([F.pad(earlier, (0, 0, 0, 0, 1, 0), value=first)[:, :-1], own], 2)
+    earlier, later = x.chunk(2, -1)
+    return torch.cat([F.pad(earlier, (0, 0, 0, 0, 1, 0), value=first)[:, :-1], later], 2)
 
 
 class PlainScorer(nn.Module):
