@@ -286,7 +286,7 @@ def test_a_side_that_died_leaves_the_others_figures() -> None:
 def test_the_limit_of_a_file_that_memory_does_not_hold() -> None:
     """Five of ten experts of 10 bytes are chosen twice as often, and memory holds them first."""
     larger, found = benchmark("one.larger"), benchmark("one.section").Found
-    data = {"file": 200.0, "experts": 100.0, "always": 50.0, "disk": 20.0}
+    data: dict[str, Any] = {"file": 200.0, "experts": 100.0, "always": 50.0, "disk": 20.0}
     data["chosen"] = [*[0.2] * 5, *[0.1] * 5]
     missing = [larger.count_missing(data, share) for share in (1.0, 0.5, 0.3)]
     assert missing == pytest.approx([0, 5, 13])
