@@ -113,9 +113,11 @@ struct AttentionOp : FloatOperator {
             attend(job, lanes[i], lanes[i].split + split, part);
         },
         [&](int64_t i, int64_t block, const float* part) {
-          for (int64_t n = block * LANES; n < min(lanes[i].count, (block + 1) * LANES); n++)
-            finish(part, n % LANES,
-                   y + job.place(lanes[i].slot, lanes[i].group, lanes[i].first + n) * latent);
+          int64_t first = block * LANES;
+          finish(part, min(lanes[i].count - first, LANES), [&](int64_t n) {
+            return y +
+                   job.place(lanes[i].slot, lanes[i].group, lanes[i].first + first + n) * latent;
+          });
         });
   }
 
@@ -201,8 +203,9 @@ struct AttentionOp : FloatOperator {
           attend_to(job, base.data<int64_t>(), chosen, m, split, parts);
         },
         [&](int64_t m, int64_t block, const float* part) {
-          for (int64_t head = block * LANES; head < min(job.heads, (block + 1) * LANES); head++)
-            finish(part, head % LANES, y + job.row(m, head) * latent);
+          int64_t first = block * LANES;
+          finish(part, min(job.heads - first, LANES),
+                 [&](int64_t n) { return y + job.row(m, first + n) * latent; });
         });
   }
 
@@ -224,13 +227,10 @@ struct AttentionOp : FloatOperator {
       if (row != to) std::copy_n(row, job.width, to);
     }
     for (int64_t head = 0; head < job.heads; head += LANES, parts += (2 + latent) * LANES) {
-      int32_t seen[LANES], from_none[LANES] = {};
-      auto queries = scratch<float>(job.width, LANES);
-      for (int64_t i = 0; i < LANES; i++) {
-        bool there = head + i < job.heads;
-        put_query(job, there ? job.row(m, head + i) : -1, i, &queries[0]);
-        seen[i] = there ? static_cast<int32_t>(count) : 0;
-      }
+      int32_t seen[LANES] = {}, from_none[LANES] = {};
+      int64_t some = min(LANES, job.heads - head);
+      std::fill_n(seen, some, static_cast<int32_t>(count));
+      auto queries = put_queries(job, some, [&](int64_t i) { return job.row(m, head + i); });
       mtp::Attention a{queries.get(), seen,      from_none, &rows[0],  nullptr, nullptr, count,
                        count,         job.width, 0,         job.width, 0,       latent};
       k.attend(a, 0, count, nullptr, partial(parts));
@@ -239,12 +239,9 @@ struct AttentionOp : FloatOperator {
 
   // Runs some lanes on a split of the rows.
   void attend(const Job& job, const Lanes& lanes, int64_t split, float* part) const {
-    auto queries = scratch<float>(job.width, LANES);
-    for (int64_t i = 0; i < LANES; i++) {
-      bool there = i < lanes.count;
-      put_query(job, there ? job.place(lanes.slot, lanes.group, lanes.first + i) : -1, i,
-                &queries[0]);
-    }
+    auto queries = put_queries(job, lanes.count, [&](int64_t i) {
+      return job.place(lanes.slot, lanes.group, lanes.first + i);
+    });
     const Rows& rows = job.rows;
     int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
     if (split == lanes.split) begin = *std::min_element(lanes.from, lanes.from + lanes.count);
@@ -303,23 +300,17 @@ struct AttentionOp : FloatOperator {
                  : Sections({job.width}, 2 * own.groups);
     }
 
-    // Rounds a query, scaled, by block: its largest number becomes 64, or all are NaN.
+    // Rounds a query, scaled, by block: its largest number becomes 64.
     void round_query(int64_t row) {
-      for (int64_t b = 0; b < key; b++) {
+      const float* q = job.q + row * job.width;
+      bool whole = job.width == key * BLOCK;
+      auto filled = scratch<float>(whole ? 0 : key * BLOCK);  // smaller blocks, with zeros
+      for (int64_t b = 0; b < key && !whole; b++) {
         const mtp::RowBlock& block = sections.blocks[b];
-        InputBlock& to = queries[row * key + b] = {0.0f, 0, {}, 0};
-        float x[BLOCK], top = 0.0f;
-        bool finite = true;
-        for (int64_t i = 0; i < block.count; i++) {
-          x[i] = job.q[row * job.width + block.values + i] * own.scale;
-          finite &= std::fabs(x[i]) < INFINITY;
-          top = std::max(top, std::fabs(x[i]));
-        }
-        to.scale = !finite ? NAN : top > 1e-30f ? top / 64.0f : 0.0f;
-        float inverse = finite && top > 1e-30f ? 64.0f / top : 0.0f;
-        for (int64_t i = 0; i < block.count && finite; i++)
-          to.sum += to.values[i] = static_cast<int8_t>(std::lrint(x[i] * inverse));
+        float* to = &filled[b * BLOCK];
+        std::fill(std::copy_n(q + block.values, block.count, to), to + BLOCK, 0.0f);
       }
+      own.k.quantise(whole ? q : filled.get(), key, own.scale, 64.0f, &queries[row * key]);
     }
 
     void attend(const Lanes& lanes, int64_t split, float* part) const {
@@ -352,17 +343,37 @@ struct AttentionOp : FloatOperator {
     }
   };
 
-  // Writes a row of q, scaled, or zeros into a lane.
-  void put_query(const Job& job, int64_t row, int64_t lane, float* queries) const {
-    const float* from = job.q + std::max<int64_t>(row, 0) * job.width;
-    for (int64_t c = 0; c < job.width; c++)
-      queries[c * LANES + lane] = row < 0 ? 0.0f : from[c] * scale;
+  // Returns rows row_of(0 .. count - 1) of q, scaled, in lanes [width][LANES]; other lanes are 0.
+  // Here and in `finish` a few numbers of all lanes come before the next few: all numbers of a lane
+  // would fill the nearest cache.
+  template <class F>
+  std::unique_ptr<float[]> put_queries(const Job& job, int64_t count, const F& row_of) const {
+    auto queries = scratch<float>(job.width, LANES);
+    if (count < LANES) std::fill_n(&queries[0], job.width * LANES, 0.0f);
+    for (int64_t c = 0; c < job.width; c += LANES)
+      for (int64_t lane = 0; lane < count; lane++) {
+        const float* from = job.q + row_of(lane) * job.width;
+        for (int64_t i = c; i < min(c + LANES, job.width); i++)
+          queries[i * LANES + lane] = from[i] * scale;
+      }
+    return queries;
   }
 
-  // Writes a lane's result.
-  void finish(const float* part, int64_t lane, float* row) const {
-    float total = part[LANES + lane], factor = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
-    for (int64_t d = 0; d < latent; d++) row[d] = part[(2 + d) * LANES + lane] * factor;
+  // Writes the results of the first `count` lanes, lane n to row_of(n).
+  template <class F>
+  void finish(const float* part, int64_t count, const F& row_of) const {
+    float factors[LANES];
+    for (int64_t lane = 0; lane < count; lane++) {
+      float total = part[LANES + lane];
+      factors[lane] = total == 0.0f ? 0.0f : 1.0f / total;  // or NaN
+    }
+    for (int64_t d = 0; d < latent; d += LANES)
+      for (int64_t lane = 0; lane < count; lane++) {
+        const float* from = part + (2 + d) * LANES + lane;
+        float* to = row_of(lane) + d;
+        for (int64_t i = 0; i < min(LANES, latent - d); i++)
+          to[i] = from[i * LANES] * factors[lane];
+      }
   }
 
   static mtp::Partial partial(float* memory) {

@@ -123,8 +123,8 @@ struct Best {
 
 struct Kernels {
   const char* name;
-  // x [32 * blocks] -> blocks
-  void (*quantise)(const float* x, int64_t blocks, InputBlock* out);
+  // x [32 * blocks], times factor -> blocks, whose largest numbers become `most` or -most
+  void (*quantise)(const float* x, int64_t blocks, float factor, float most, InputBlock* out);
   // Multiplies rows of blocks by a panel: 32 floats to each of `out`.
   void (*panel4)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);
   void (*panel8)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);

@@ -15,14 +15,14 @@ namespace {
 constexpr float LEAST = 1e-30f;
 
 // A row with a NaN or an infinite input becomes NaN in all blocks, so that its products are NaN.
-void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
-  Floats zeros = same(0.0f);
+void quantise(const float* x, int64_t blocks, float factor, float most, mtp::InputBlock* out) {
+  Floats zeros = same(0.0f), factors = same(factor);
   for (int64_t b = 0; b < blocks; b++, x += mtp::BLOCK) {
-    Floats first = load(x), second = load(x + LANES);
+    Floats first = mul(load(x), factors), second = mul(load(x + LANES), factors);
     float top = largest(max(absolute(first), absolute(second)));
-    Floats inverse = same(top > LEAST ? 127.0f / top : 0.0f);
+    Floats inverse = same(top > LEAST ? most / top : 0.0f);
     Ints low = to_ints(mul(first, inverse)), high = to_ints(mul(second, inverse));
-    out[b].scale = top > LEAST ? top / 127.0f : 0.0f;
+    out[b].scale = top > LEAST ? top / most : 0.0f;
     out[b].sum = total(low, high);
     out[b].pairs = pair_sums(low, high);
     store_bytes(out[b].values, low);

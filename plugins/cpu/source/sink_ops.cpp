@@ -188,9 +188,9 @@ struct CompressedAttention : AttentionOp {
     std::fill_n(sink.begin() + LANES, LANES, 1.0f);
     k.fold(partial(part), partial(sink.data()), latent);
     for (int64_t i = 0; i < angles.half; i++) back[i] = -angles.sin.data<float>()[place + i];
+    finish(part, some, [&](int64_t lane) { return y + (head + lane) * latent; });
     for (int64_t lane = 0; lane < some; lane++) {
-      float *row = y + (head + lane) * latent, *end = row + latent - 2 * angles.half;
-      finish(part, lane, row);
+      float* end = y + (head + lane + 1) * latent - 2 * angles.half;
       rotate(end, angles.cos.data<float>() + place, back.data(), angles.half, true, end);
     }
   }

@@ -130,7 +130,7 @@ struct IntegerWeight : Matrices {
   }
   static const InputBlock* as_given(const float*) { return nullptr; }
   static void convert(const Kernels& k, const float* x, int64_t count, InputBlock* to) {
-    k.quantise(x, count / BLOCK, to);
+    k.quantise(x, count / BLOCK, 1.0f, 127.0f, to);
   }
   void multiply(const Kernels& k, int64_t matrix, int64_t panel, int64_t columns, int64_t rows,
                 const InputBlock* const* in, float* const* out) const {
