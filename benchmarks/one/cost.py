@@ -9,7 +9,10 @@ be no faster than its bytes over the bandwidth, nor than its operations over the
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
+
+import onnx
 
 from mtpbuild.builder.models import ModelConfig, find_family_of
 from mtpbuild.builder.models.common.weight import WHOLE, find_weight_of
@@ -28,6 +31,8 @@ from one.shapes import Shape
 
 ENDS = ("embedding", "head", "module head", "draft_head")  # groups of weights
 CACHED = ("rows", "window")  # roles of caches
+LAYERS, PROGRAM = "layers.", "model."  # prefixes: of a layer's weights; in programs, of all
+PREFILL = "prefill.onnx"
 OUR_STATES, THEIR_STATES = 3, 2  # reads and writes of a recurrent state in a pass
 
 
@@ -93,19 +98,35 @@ class Counted:
 
     def prompt(self, engine: Path, length: int) -> Cost:
         """Count a prompt in one pass, without attention, whose operations depend on its form."""
-        return self._one_request(self.step(engine, 0, length), length, OUR_STATES)
+        return self._one_request(self.step(engine, 0, length), engine, length, OUR_STATES)
 
-    def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
-        """Count a prompt of llama.cpp in the same way."""
-        return self._one_request(self.gguf(sizes, 0, length), length, THEIR_STATES)
+    def gguf_prompt(self, sizes: Mapping[str, int], engine: Path, length: int) -> Cost:
+        """Count a prompt of llama.cpp in the same way; engine: one of the same shape."""
+        return self._one_request(self.gguf(sizes, 0, length), engine, length, THEIR_STATES)
 
-    def _one_request(self, cost: Cost, length: int, states: int) -> Cost:
-        """Turn `length` requests' cost into a prompt's: one state, and the head for one token."""
+    def _one_request(self, cost: Cost, engine: Path, length: int, states: int) -> Cost:
+        """Turn `length` requests' cost into a prompt's.
+
+        It has one state. Only its last token goes through the head and the end of the last layer.
+        """
         parts = self.model.step(0, StepLoad(length, 0, "float32"))
-        heads = sum(part.operations for part in parts if part.name == "head")
-        products = cost.products - heads * (length - 1) / length
+        heads = sum(part.operations for part in parts if part.name == "head") / length
+        products = cost.products - (heads + self._count_last_token(engine)) * (length - 1)
         others = (length - 1) * states * self.model.state_bytes
         return replace(cost, bytes=cost.bytes - others, products=products)
+
+    def _count_last_token(self, engine: Path) -> float:
+        """Count the operations of the trunk's weights that a prompt's chunk does not multiply."""
+        graph = onnx.load(engine / PREFILL, load_external_data=False).graph
+        inputs = {name.removeprefix(PROGRAM) for node in graph.node for name in node.input}
+        read = {*map(find_weight_of, inputs)}
+        chosen = self.costs.chosen / max(1, self.costs.experts)
+        return sum(
+            2 * prod(stored.shape) * (chosen if weight.slices > 1 else 1.0)
+            for weight in list_weights(self.config, WHOLE)
+            if weight.name.startswith(LAYERS) and weight.name not in read
+            for stored in weight.stored
+        )
 
     def gguf(self, sizes: Mapping[str, int], context: int, batch: int, window: int = 1) -> Cost:
         """Count a pass of llama.cpp over `window` tokens per sequence; its caches are in fp16."""

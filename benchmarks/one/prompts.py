@@ -32,7 +32,7 @@ class Prompts:
         if run.peers is not None:
             gguf, tensors = shop.write_gguf()
             sides.append(Side(LLAMA, run.peers, gguf, asks, shop.vocabulary, most))
-            costs |= {f"{LLAMA}, {n}": counted.gguf_prompt(tensors, n) for n in AIMS}
+            costs |= {f"{LLAMA}, {n}": counted.gguf_prompt(tensors, engine, n) for n in AIMS}
         return {
             "layers": shop.shape.config.num_hidden_layers,
             "costs": as_json(costs),

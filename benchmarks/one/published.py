@@ -82,7 +82,7 @@ class Published:
         if run.peers is not None:
             gguf, tensors = shop.write_gguf()
             sides.append(self.their_side(gguf, run, shop.vocabulary))
-            costs |= self.their_costs(counted, tensors)
+            costs |= self.their_costs(counted, tensors, engines[PLAIN])
             sizes[LLAMA] = gguf.stat().st_size
             if self.their_gain is not None:
                 drafting, _ = shop.write_gguf(module=True)
@@ -139,11 +139,11 @@ class Published:
         costs["prompt"] = counted.prompt(plain, self.prompt)
         return as_json(costs)
 
-    def their_costs(self, counted: Counted, tensors: dict[str, int]) -> Data:
+    def their_costs(self, counted: Counted, tensors: dict[str, int], plain: Path) -> Data:
         costs = {
             LLAMA: counted.gguf(tensors, SHORT, 1),
             f"{LLAMA}, long": counted.gguf(tensors, self.long, 1),
-            f"{LLAMA}, prompt": counted.gguf_prompt(tensors, self.prompt),
+            f"{LLAMA}, prompt": counted.gguf_prompt(tensors, plain, self.prompt),
             f"{LLAMA}, verify": counted.gguf(tensors, SHORT, 1, self.nextn + 1),
         }
         return as_json(costs)

@@ -40,11 +40,13 @@ SAMPLED = StepControls(temperature=1.0)
 SHARE_PER_DRAFT = 0.3
 # The logarithm of a time's error has a part that all times share, one that all with drafts share,
 # and one of its own. The latter two have a deviation of LEAST_DOUBT after a quiet measurement; age
-# and spread add to it. NOISE is the variance of single steps; the drifts are what each step adds to
-# the parts' variances, as machines change. A step that is off by DISTURBED deviations corrects
-# nothing: if the machine has another speed now, the next step tells.
+# and spread add to it. NOISE is the least variance of single steps; where steps read experts from a
+# disk it is larger, and is learnt from differences of adjacent steps, each with a share of
+# NOISE_SHARE. The drifts are what each step adds to the parts' variances, as machines change. A
+# step that is off by DISTURBED deviations corrects nothing: if the machine has another speed now,
+# the next step tells.
 SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 2.0, 100.0, 6e-5, 1e-6
-NOISE, DISTURBED = 0.01, 4.0
+NOISE, NOISE_SHARE, DISTURBED = 0.01, 0.1, 4.0
 LEAST_DOUBT, DOUBT_PER_DAY, MAX_DOUBT = 0.4, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
@@ -153,6 +155,7 @@ class StepTimes:
         self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * identity
         self._drift = SHARED_DRIFT + OWN_DRIFT * identity
         self._factors = np.exp(self._errors)
+        self._noise, self._last = NOISE, (-1, 0.0)  # _last: the last step's nextn and error
         self._steps = self._off = 0
 
     def seconds(self, size: StepSize) -> Seconds:
@@ -171,7 +174,7 @@ class StepTimes:
         Those that a single step would not make smaller are 0.
         """
         row, others = self._covariance[nextn], self._covariance.diagonal()
-        deviations: Seconds = np.sqrt(np.maximum(others + row[nextn] - 2 * row - NOISE, 0))
+        deviations: Seconds = np.sqrt(np.maximum(others + row[nextn] - 2 * row - self._noise, 0))
         return deviations
 
     def _look_up_seconds(self, slots: int) -> Seconds:
@@ -187,9 +190,10 @@ class StepTimes:
         if not self.refuted:
             off = abs(error + self._errors[nextn]) > math.log(OFF_RATIO)
             self._off = max(self._off + (1 if off else -1), 0)
+        self._learn_noise(nextn, error + float(self._errors[nextn]))
         self._covariance += self._drift
         column = self._covariance[nextn]
-        variance = float(column[nextn]) + NOISE
+        variance = float(column[nextn]) + self._noise
         if abs(error) > DISTURBED * math.sqrt(variance):
             self._covariance += SHARED
         else:
@@ -200,6 +204,15 @@ class StepTimes:
         self._steps += 1
         if self._steps % KEEP_STEPS == 0:
             self.keep()
+
+    def _learn_noise(self, nextn: int, error: float) -> None:
+        """Learn the variance of single steps; error: of the table, uncorrected."""
+        last_nextn, last = self._last
+        self._last = nextn, error
+        if nextn == last_nextn:  # the difference of two steps has twice the variance
+            difference = min((error - last) ** 2 / 2, 1.0)
+            self._noise += NOISE_SHARE * (difference - self._noise)
+            self._noise = max(self._noise, NOISE)
 
     @property
     def refuted(self) -> bool:

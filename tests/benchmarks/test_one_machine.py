@@ -3,20 +3,25 @@
 import json
 import struct
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import helper
 from rich.console import Console
 from safetensors.torch import load_file
 
 from mtpbuild.builder.compiler.quantize import QuantizeRequest
 from mtpbuild.builder.models.common.plain import PlainMoE
+from mtpbuild.builder.models.common.weight import WHOLE
 from mtpbuild.builder.plan.recipe import find_model
 from mtpbuild.builder.weights.files import open_checkpoint
+from mtpbuild.builder.weights.table import list_weights
 from mtpbuild.lab.verify.plain import load_plain
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
@@ -151,7 +156,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     assert "no such engine directory" in dead["error"]["message"]
 
 
-def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
+def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path, tmp_path: Path) -> None:
     """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
     cost, engine = benchmark("one.cost"), no_programs
     counted = cost.count(folders["moe"], tiny("moe"))
@@ -177,10 +182,18 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     machine = benchmark("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
     assert counted.gguf(sizes, 0, 1).seconds(machine, "int4") == pytest.approx(7)
     slow = benchmark("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
-    one, whole = counted.gguf(sizes, 0, 1), counted.gguf_prompt(sizes, 16)
+    one = counted.gguf(sizes, 0, 1)
     assert one.seconds(slow, "int4") == pytest.approx(one.products / 2)
-    heads = 2 * 512 * 256  # of the last token alone
-    assert whole.products == pytest.approx(16 * (one.products - heads) + heads)
+    table = {weight.name: weight for weight in list_weights(counted.config, WHOLE)}
+    unread = ["layers.1.self_attn.o_proj", "layers.1.mlp.down_proj"]
+    read = [f"model.{name}.values" for name in table if name not in unread]
+    graph = helper.make_graph([helper.make_node("Chain", read, ["y"])], "prefill", [], [])
+    onnx.save(helper.make_model(graph), tmp_path / "prefill.onnx")
+    whole = counted.gguf_prompt(sizes, tmp_path, 16)
+    last = 2 * 512 * 256  # the head's, of the last token alone, as are the unread weights'
+    last += sum(2 * prod(stored.shape) for stored in table[unread[0]].stored)
+    last += sum(2 * prod(stored.shape) * 4 / 24 for stored in table[unread[1]].stored)
+    assert whole.products == pytest.approx(16 * (one.products - last) + last)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
