@@ -190,7 +190,7 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path, tmp_path: Pa
     graph = helper.make_graph([helper.make_node("Chain", read, ["y"])], "prefill", [], [])
     onnx.save(helper.make_model(graph), tmp_path / "prefill.onnx")
     whole = counted.gguf_prompt(sizes, tmp_path, 16)
-    last = 2 * 512 * 256  # the head's, of the last token alone, as are the unread weights'
+    last = 2.0 * 512 * 256  # the head's, of the last token alone, as are the unread weights'
     last += sum(2 * prod(stored.shape) for stored in table[unread[0]].stored)
     last += sum(2 * prod(stored.shape) * 4 / 24 for stored in table[unread[1]].stored)
     assert whole.products == pytest.approx(16 * (one.products - last) + last)

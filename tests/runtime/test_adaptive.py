@@ -198,7 +198,11 @@ def test_uneven_steps_teach_what_drafts_cost() -> None:
     shares, spread = list[float](), 0.5
     for kind in ("0.3", "0.6", "0.85"):
         fixed = [
-            np.mean([Simulation(DEAR, s, spread=spread).run(KINDS[kind], 1, k) for s in range(16)])
+            float(
+                np.mean(
+                    [Simulation(DEAR, s, spread=spread).run(KINDS[kind], 1, k) for s in range(16)]
+                )
+            )
             for k in range(MOST + 1)
         ]
         for seed in range(16):
