@@ -46,7 +46,7 @@ SHARE_PER_DRAFT = 0.3
 # step that is off by DISTURBED deviations corrects nothing: if the machine has another speed now,
 # the next step tells.
 SHARED, GUESSED, SHARED_DRIFT, OWN_DRIFT = 2.0, 100.0, 6e-5, 1e-6
-NOISE, NOISE_SHARE, DISTURBED = 0.01, 0.1, 4.0
+NOISE, NOISE_SHARE, DISTURBED = 0.01, 0.2, 4.0
 LEAST_DOUBT, DOUBT_PER_DAY, MAX_DOUBT = 0.4, 0.01, 0.5
 # A table is measured again if so many more steps were off by this ratio than were not; after each
 # time it takes PATIENCE times as many.
@@ -155,7 +155,8 @@ class StepTimes:
         self._covariance = (SHARED if table.slots else GUESSED) + doubt**2 * identity
         self._drift = SHARED_DRIFT + OWN_DRIFT * identity
         self._factors = np.exp(self._errors)
-        self._noise, self._last = NOISE, (-1, 0.0)  # _last: the last step's nextn and error
+        self._noise, self._difference = NOISE, 0.0  # of adjacent steps, the mean
+        self._last = (-1, 0.0)  # the last step's nextn and error
         self._steps = self._off = 0
 
     def seconds(self, size: StepSize) -> Seconds:
@@ -209,10 +210,10 @@ class StepTimes:
         """Learn the variance of single steps; error: of the table, uncorrected."""
         last_nextn, last = self._last
         self._last = nextn, error
-        if nextn == last_nextn:  # the difference of two steps has twice the variance
-            difference = min((error - last) ** 2 / 2, 1.0)
-            self._noise += NOISE_SHARE * (difference - self._noise)
-            self._noise = max(self._noise, NOISE)
+        if nextn == last_nextn:
+            self._difference += NOISE_SHARE * (abs(error - last) - self._difference)
+            # As for normal numbers. Squares would make much of a single step that was disturbed.
+            self._noise = max(math.pi / 4 * self._difference**2, NOISE)
 
     @property
     def refuted(self) -> bool:
